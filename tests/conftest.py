@@ -5,15 +5,15 @@ import json
 import os
 import signal
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from data_tables import table
 
 gc.disable()  # nothing that imports make is garbage; the search for it takes a third of collecting tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores Ctrl-C
@@ -23,7 +23,7 @@ settings.register_profile("shared", deadline=None, max_examples=40, derandomize=
 settings.load_profile("shared")
 
 
-SECONDS = tomllib.loads((Path(__file__).parent / "data" / "seconds.toml").read_text())
+SECONDS = table("seconds")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,15 @@
 """What tests read from tests/data: tables, and documents with one field that is another."""
 
+import csv
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[1]
+DOCS, DATA = ROOT / "docs", ROOT / "tests" / "data"
+CONFIGS, SCRIPTS, TRACES = (DATA / name for name in ("configs", "scripts", "traces"))
+GLOO4 = TRACES / "gloo4"
 
 
 def table(name: str) -> Any:
@@ -23,6 +27,11 @@ def values(name: str) -> dict[str, tuple[Any, ...]]:
 
 def lines(name: str) -> list[Any]:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+
+
+def csv_rows(file: str | Path) -> list[dict[str, str]]:
+    """Those of a CSV file."""
+    return list(csv.DictReader((DATA / file).read_text().splitlines()))
 
 
 def with_field(document: Any, path: str, value: Any) -> Any:

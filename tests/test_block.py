@@ -1,8 +1,6 @@
 """The ops of a block: published totals, what must hold for any degrees, what is kept and what is alive."""
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import csv_rows, table
 from meshwise.core.errors import PlanError
 from meshwise.cost.op import attended_pairs
 from meshwise.estimate.timing import machine, op_times
@@ -317,7 +315,7 @@ def test_an_op_takes_as_long_whichever_are_timed_with_it() -> None:
 
 # --- recurrences in chunks ---------------------------------------------------------------------------
 
-TIMES = list(csv.DictReader((Path(__file__).parent / "data/recurrence_times.csv").read_text().splitlines()))
+TIMES = csv_rows("recurrence_times.csv")
 
 
 def chunk_ops(own: Recurrence, **cut: Any) -> dict[str, Op]:

@@ -18,7 +18,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 uvicorn = pytest.importorskip("uvicorn")
 
 import meshwise as mw  # noqa: E402
-from data_tables import table  # noqa: E402
+from data_tables import DATA, GLOO4, TRACES, table  # noqa: E402
 from meshwise.calibrate.runs import published_runs  # noqa: E402
 from meshwise.web import app  # noqa: E402
 from meshwise.web.app import make_app  # noqa: E402
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if CHROMIUM is None:
     pytest.skip("no Chromium is installed (apt-get install chromium)", allow_module_level=True)
-TRACES = Path(__file__).parent / "data" / "traces"
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 380, "height": 800}
 VIEWS = table("pages")["views"]
 
@@ -297,7 +296,7 @@ def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     page.wait_for_selector("#headline.error")
     assert "config.json is not valid JSON" in settled(page)
     assert page.locator(".bad textarea").get_attribute("name") == "config"
-    page.fill("#explore-config", (Path(__file__).parent / "data" / "tiny_llama.json").read_text())
+    page.fill("#explore-config", (DATA / "tiny_llama.json").read_text())
     page.fill("#explore-seq", "64")
     page.wait_for_selector("#headline:not(.error)")
 
@@ -336,7 +335,7 @@ def test_a_folder_of_traces_goes_to_the_server(page: Any, server: Running, how: 
     """With its subfolders, from elsewhere than `--traces`; the next one takes its place."""
     show(page, "traces", "steps=")
     for name in ("first", "second"):
-        shutil.copytree(TRACES / "gloo4", tmp_path / name / "job" / "ranks")
+        shutil.copytree(GLOO4, tmp_path / name / "job" / "ranks")
         (tmp_path / name / "notes.txt").write_text("no trace")
         before = page.input_value("#traces-path")
         if how == "dropped":
@@ -348,7 +347,7 @@ def test_a_folder_of_traces_goes_to_the_server(page: Any, server: Running, how: 
         assert "rank 3" in settled(page).lower()
         kept = Path(page.evaluate("document.querySelector('#traces-path').value"))
         held = server.drop.folder(str(kept))
-        sent = (file for ending in ("*.json", "*.json.gz") for file in (TRACES / "gloo4").rglob(ending))
+        sent = (file for ending in ("*.json", "*.json.gz") for file in (GLOO4).rglob(ending))
         files = (file for file in held.rglob("*") if file.is_file())
         assert sorted(file.name for file in files) == sorted(file.name for file in sent)
     page.reload()
@@ -397,7 +396,7 @@ def test_a_report_needs_no_network_and_no_server(
 ) -> None:
     """`--html`, narrow and wide, light and dark."""
     path = tmp_path / "report.html"
-    done = meshwise(*words.replace("TRACES", str(TRACES / "gloo4")).split(), "--html", str(path))
+    done = meshwise(*words.replace("TRACES", str(GLOO4)).split(), "--html", str(path))
     assert done.code == 0, done.err
     offline.problems.clear()
     for scheme, size in (("light", WIDE), ("dark", NARROW)):

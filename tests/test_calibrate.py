@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from data_tables import DATA
+
 pytest.importorskip("torch")
 
 import torch
@@ -64,7 +66,7 @@ def test_the_file_is_read_back(samples: list[Sample], tmp_path: Path, meshwise: 
         assert read.latency_s == pytest.approx(level.latency_s, rel=1e-3)
     assert constants(cluster.chip) is IDEAL  # the rates are what kernels reach
     words = ["--cluster", str(file), "--plan", "tp=2,dtype=fp32", "--batch", "2", "--seq", "64", "--json"]
-    model = str(Path(__file__).parent / "data" / "tiny_llama.json")
+    model = str(DATA / "tiny_llama.json")
     assert meshwise("estimate", model, *words).document["step_s"] > 0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshwise as mw
-from data_tables import table
+from data_tables import GLOO4, table
 from meshwise.estimate.one_plan import Estimate
 from meshwise.report.answer import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
 from meshwise.report.chart_picture import picture_figure
@@ -79,7 +79,7 @@ def test_a_chart_has_a_title_units_and_a_key(verb: str) -> None:
         "serve": lambda: mw.serve("llama3-8b", gpus, pareto=True, rate=4, num_requests=50),
         "rl": lambda: mw.rl("llama3-8b", gpus, prompts=8, samples=4, output=64, mode="colocated"),
         "frontier": lambda: mw.frontier("h100-80g-sxm"),
-        "traces": lambda: summarize_paths([Path(__file__).parent / "data" / "traces" / "gloo4"]),
+        "traces": lambda: summarize_paths([GLOO4]),
     }[verb]()
     charts = [one for one in page_of(found).sections if isinstance(one, Chart)]
     charts += [one for row in picture_of(found).rows for one in row] if verb != "rl" else []

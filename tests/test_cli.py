@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 import meshwise as mw
-from data_tables import table
+from data_tables import ROOT, table
 from meshwise.cli import app
 from meshwise.cli.command import EXAMPLES
 from meshwise.cli.defaults import verbs_of
@@ -61,9 +61,8 @@ def test_a_shell_completes(words: str, completed: str) -> None:
 
 
 def test_every_file_names_the_same_version() -> None:
-    root = Path(__file__).parent.parent
-    assert f"version: {mw.__version__}\n" in (root / "CITATION.cff").read_text()
-    assert f"\n## {mw.__version__} (" in (root / "CHANGELOG.md").read_text()
+    assert f"version: {mw.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {mw.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("place", ["here", "named"])

@@ -3,17 +3,15 @@
 import io
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from data_tables import table
+from data_tables import TRACES, table
 from meshwise.cli.command import EXAMPLES
 from meshwise.report import pages
 
-TRACES = Path(__file__).parent / "data" / "traces"
 COMMANDS = table("drawn")["width"]["commands"]
 HELP = ["trace", "frontier", *EXAMPLES]
 BLANKS = re.compile(r"[\s,/─-]+")

@@ -1,21 +1,19 @@
 """Diffusion transformers: parameters and FLOP and times against published ones."""
 
-import csv
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 import meshwise as mw
-from data_tables import table
+from data_tables import csv_rows, table
 from meshwise.estimate.one_plan import model_flop
 from meshwise.model.find import find_model
 from meshwise.model.inputs import with_latent
 from meshwise.model.weights import num_params
 
 PARAMS = table("printed_parameters")["diffusion"]
-TIMES = list(csv.DictReader((Path(__file__).parent / "data/diffusion_times.csv").read_text().splitlines()))
+TIMES = csv_rows("diffusion_times.csv")
 SMALL: dict[str, Any] = {"frames": 9, "image_size": "640x384"}
 
 

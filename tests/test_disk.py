@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from data_tables import table
+from data_tables import GLOO4, table
 from meshwise.calibrate.runs import published_runs
 from meshwise.cli import app
 from meshwise.core.files import whole_file
@@ -34,8 +34,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 pytest.importorskip("torch")
 
-DATA = Path(__file__).parent / "data"
-GLOO = str(DATA / "traces" / "gloo4")
+GLOO = str(GLOO4)
 SMALL = "ulysses --seq 64 --hidden 64 --heads 8"
 DISK = table("disk")
 WRITES = {verb: (words, options) for verb, (words, *options) in DISK["writes"].items()}

@@ -1,6 +1,5 @@
 """The tool that keeps the pages of docs/ current runs their examples, and nothing else of them."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,19 +10,15 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from data_tables import DATA, DOCS, GLOO4
+from docs_scripts import docs_script
 from meshwise.cli.command import EXAMPLES
 from meshwise.report.answer import Chart
 from meshwise.report.pages import parts_of
 from meshwise.report.table import Table
 from meshwise.trace.summary import summarize_paths
 
-DOCS, DATA = Path(__file__).parent.parent / "docs", Path(__file__).parent / "data"
-spec = importlib.util.spec_from_file_location("rerun", DOCS / "rerun.py")
-assert spec and spec.loader
-rerun = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rerun)
-
-
+rerun = docs_script("rerun")
 PAGE = (DATA / "page.md").read_text()
 
 
@@ -78,7 +73,7 @@ def test_the_page_of_json_keys_has_every_verb(meshwise: Any) -> None:
 
 def test_the_glossary_has_every_column_and_field() -> None:
     """Of what the verbs print of small jobs; fields are on the page of JSON keys or among its words."""
-    traces = DATA / "traces" / "gloo4"
+    traces = GLOO4
     gpus, few = "h100-80g-sxm:4", {"batch": 8, "seq": 2048}
     limits = {"rate": 4, "ttft_s": 0.5, "token_s": 0.05, "num_requests": 50}
     results: list[tuple[Any, dict[str, Any]]] = [

@@ -6,21 +6,18 @@ tokens of source (Whisper: 3000 frames, 1500 tokens) as of target. Gemma 4 has 1
 Gemma 3n 20 layers, half of them with shared keys.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import meshwise as mw
-from data_tables import table
+from data_tables import lines, table
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import model_flop
 from meshwise.model.huggingface import model_from_config
 from meshwise.model.weights import num_params
 
-RECORDS = (Path(__file__).parent / "data" / "transformers_5.23.jsonl").read_text().splitlines()
-CONFIGS = {record["model_type"]: record["config"] for record in map(json.loads, RECORDS)}
+CONFIGS = {record["model_type"]: record["config"] for record in lines("transformers_5.23")}
 CONFIGS["gemma3n_short"] = CONFIGS["gemma3n_text"] | {
     **{"num_hidden_layers": 20, "num_kv_shared_layers": 10, "layer_types": None, "intermediate_size": 16384}
 }

@@ -1,14 +1,12 @@
 """Predicted beside measured: both sides sum to their step; a trace of the prediction differs nowhere."""
 
-from pathlib import Path
-
 import pytest
 
 import meshwise as mw
+from data_tables import GLOO4
 from kineto import all_reduce, host, kernel, launched, operator, write_trace
 from meshwise.trace.explain import PARTS, part_of_op
 
-GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 JOB = ("qwen3-0.6b", "a100-80g-sxm:2", "tp=2")
 BACKWARD = "autograd::engine::evaluate_function: AddBackward0"
 PATTERNS = {"matmul": "gemm", "attention": "flash_fwd", "other kernels": "norm"}

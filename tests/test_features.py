@@ -2,11 +2,11 @@
 
 from collections import Counter
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_tables import CONFIGS
 from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import (
     Distances,
@@ -35,7 +35,6 @@ from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
 from meshwise.program.walk import with_saved_bytes
 
-CONFIGS = Path(__file__).parent / "data" / "configs"
 GPT, LLAMA, MIXTRAL, DEEPSEEK, GPT_OSS = (
     find_model(name) for name in ("gpt3-175b", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b")
 )

@@ -1,13 +1,12 @@
 """Does a fine-tuning run fit a card: ordering of methods, and what others measured."""
 
 import re
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import meshwise as mw
+from data_tables import DATA, table
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
@@ -15,7 +14,7 @@ from meshwise.model.weights import num_params
 FULL, LORA = "recompute=full", "recompute=full,lora_rank=16"
 QLORA = f"{LORA},frozen_dtype=int4"
 
-KNOWN = tomllib.loads((Path(__file__).parent / "data" / "finetune.toml").read_text())
+KNOWN = table("finetune")
 
 
 def memory_bytes(model: str, plan: str) -> dict[str, float]:
@@ -126,7 +125,7 @@ def test_what_fits_a_card_is_what_estimate_says(meshwise: Any) -> None:
     assert answer.code == 1 and re.search(r"too large: llama3-70b \(50(\.\d)? GB by QLoRA\)", answer.out)
 
 
-PASCAL = str(Path(__file__).parent / "data" / "own_pascal.toml")
+PASCAL = str(DATA / "own_pascal.toml")
 
 
 @pytest.mark.parametrize(("card", "dtype"), [("h200-sxm", "bf16"), ("v100", "fp16"), (PASCAL, "fp32")])

@@ -1,6 +1,5 @@
 """Fleets: what caches hold, where routers send, when replicas start; against closed forms, and conserved."""
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import csv_rows, table
 from meshwise.core.errors import DataError
 from meshwise.launch.arguments import framework_arguments, with_version
 from meshwise.serve.engine import SETTINGS
@@ -190,7 +189,7 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     words += " --num-requests 600 --percentile 75 --ttft-ms 60 --json"
     files = ("--csv", str(tmp_path / "records.csv"), "--trace", str(tmp_path / "trace.json"))
     document = meshwise(*BASE, *words.split(), *files).document
-    rows = list(csv.DictReader((tmp_path / "records.csv").read_text().splitlines()))
+    rows = csv_rows(tmp_path / "records.csv")
     assert len(rows) == 600
     ttft_s = [float(row["ttft_s"]) for row in rows]
     assert document["ttft_s"]["p75"] == pytest.approx(np.percentile(ttft_s, 75))

@@ -4,7 +4,6 @@ JSON and CSV hold every digit; a table shows the same number rounded, by the fun
 quantities.
 """
 
-import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,11 @@ import msgspec
 import pytest
 
 import meshwise as mw
+from data_tables import DATA, GLOO4, csv_rows
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.summary import summarize_paths
 
-DATA = Path(__file__).parent / "data"
-GLOO = str(DATA / "traces" / "gloo4")
+GLOO = str(GLOO4)
 EXCERPT = str(DATA / "validate" / "published_runs_excerpt.csv")
 H100 = "h100-80g-sxm:4"
 Rows = Iterator[tuple[str, ...]]
@@ -138,8 +137,7 @@ def test_csv_and_json_agree(meshwise: Any, tmp_path: Path) -> None:
         told = meshwise(*words.split(), "--json", "--csv", str(tmp_path / "x.csv")).document
         for key in keys:
             told = told[key]
-        with (tmp_path / "x.csv").open() as file:
-            rows = list(csv.DictReader(file))
+        rows = csv_rows(tmp_path / "x.csv")
         for one in told:
             plain = {key: one[key] for key in one.keys() & rows[0].keys() if not isinstance(one[key], dict)}
             texts = {key: "" if value is None else str(value) for key, value in plain.items()}

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import meshwise as mw
+from data_tables import SCRIPTS
 from meshwise.runtime.torch_private import release
 
-SCRIPTS = Path(__file__).parent / "data" / "scripts"
 CLUSTER = "h100-80g-sxm:64"
 
 

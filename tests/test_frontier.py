@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tables import table
-from figures import figures_script
+from docs_scripts import docs_script
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import quantity
 from meshwise.cost.failures import Failures, goodput
@@ -30,7 +30,7 @@ H100 = Device(name="H100 SXM5", flop_per_s_8bit=1979e12, memory_bytes_per_s=3352
 LAYER = LinearLayer(d_in=16384, d_out=5 * 16384, tp_in=8, tp_out=40, dp=32, elem_bytes=2)
 BATCH = 2048**2 / 128
 FEW = 10 ** np.linspace(25, 32, 8)
-latency_wall_flop = figures_script("frontier").latency_wall_flop
+latency_wall_flop = docs_script("figures/frontier").latency_wall_flop
 
 
 @pytest.fixture(scope="module")

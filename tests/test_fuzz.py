@@ -23,7 +23,7 @@ import typer.main
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data_tables import table
+from data_tables import DATA, GLOO4, TRACES, table
 from fuzz import (
     SCRIPT,
     bounded_memory,
@@ -47,14 +47,12 @@ pytestmark = pytest.mark.slow
 H100 = ("--cluster", "h100-80g-sxm:8")
 CASES = int(os.environ.get("CASES", "0"))
 """Cases of each test; 0: a few, the same every time."""
-DATA = Path(__file__).parent / "data"
-TRACES = DATA / "traces"
 CATALOG = resources.files("meshwise") / "catalog"
 CONFIGS = sorted((DATA / "configs").rglob("*.json"))
 CHIP = tomllib.loads((CATALOG / "chips.toml").read_text())["h100-80g-sxm"]
 CLUSTER = {"num_chips": 64, "chip": {key: value for key, value in CHIP.items() if key != "checked"}}
 RUNS = (CATALOG / "published_runs.csv").read_text().splitlines()
-GLOO, GPU = str(TRACES / "gloo4"), str(TRACES / "hta" / "sampled")
+GLOO, GPU = str(GLOO4), str(TRACES / "hta" / "sampled")
 FUZZ = table("fuzz")
 PLACES = {"GLOO": GLOO, "GPU": GPU, "RUNS": str(DATA / "validate" / "published_runs_excerpt.csv")}
 BASES = {
@@ -189,7 +187,7 @@ def test_damaged_jobs(tmp_path_factory: pytest.TempPathFactory, framework: str, 
 )
 @pytest.mark.parametrize("verb", ["explain", "trace summary"])
 def test_traces_of_impossible_counts(tmp_path: Path, verb: str, said: bytes, instead: bytes) -> None:
-    for number, path in enumerate(sorted((TRACES / "gloo4").glob("*.json.gz"))):
+    for number, path in enumerate(sorted((GLOO4).glob("*.json.gz"))):
         whole = gzip.decompress(path.read_bytes())
         assert said in whole or number
         (tmp_path / f"rank-{number}.json").write_bytes(whole.replace(said, instead) if not number else whole)
@@ -203,7 +201,7 @@ def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
     """One bad rank does not end the analysis of the others."""
     folder = tmp_path_factory.getbasetemp() / "traces"
     folder.mkdir(exist_ok=True)
-    for number, path in enumerate(sorted((TRACES / "gloo4").glob("*.json*"))):
+    for number, path in enumerate(sorted((GLOO4).glob("*.json*"))):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         content = data.draw(damaged(content)) if number == 0 else content
         packed = data.draw(st.booleans())

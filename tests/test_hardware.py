@@ -5,7 +5,6 @@ or both directions added), converted here and not in the catalog. Oracle: a peak
 clock x clock, a memory bandwidth is bus width x data rate. Properties: what every entry must obey.
 """
 
-import csv
 import datetime
 import math
 import re
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tables import DATA, lines, table, with_field
+from data_tables import csv_rows, lines, table, with_field
 from fuzz import toml_text
 from meshwise.core.errors import ClusterError
 from meshwise.machine.hardware import (
@@ -46,10 +45,8 @@ def check_close(actual: float, expected: float, rel: float = 5e-3) -> None:
 # --- golden: figures as published, and oracles: a peak is cores x FLOP per clock x clock ----------------
 
 TABLES = table("tables")["hardware"]
-with (DATA / "published_hardware.csv").open(newline="") as file:
-    PUBLISHED = [
-        (row["quantity"], row["name"], row["printed"], row["source"]) for row in csv.DictReader(file)
-    ]
+COLUMNS = ("quantity", "name", "printed", "source")
+PUBLISHED = [tuple(row[name] for name in COLUMNS) for row in csv_rows("published_hardware.csv")]
 
 
 def figure(printed: str) -> float:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "meshwise"
+from data_tables import ROOT
+
+SOURCE = ROOT / "src" / "meshwise"
 
 # Top to bottom; a module may import from its own layer and from those below.
 LAYERS = (

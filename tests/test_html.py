@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import GLOO4, table
 from kineto import kernel, write_trace
 from meshwise.report.answer import Bars, Chart, Lanes, Page, PageLink, Series, Text
 from meshwise.report.estimate import compare_page
@@ -81,7 +81,7 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
 
 
-TRACES = str(Path(__file__).parent / "data" / "traces" / "gloo4")
+TRACES = str(GLOO4)
 GEMM = [kernel("gemm", 0, 1000)]
 
 

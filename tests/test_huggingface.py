@@ -6,7 +6,6 @@ model from the same config on torch's meta device and counted its parameters.
 """
 
 import ast
-import csv
 import inspect
 import json
 import re
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
-from data_tables import table
+from data_tables import CONFIGS, csv_rows, lines, table
 from meshwise.core.errors import MeshwiseError, ModelError
 from meshwise.core.expressions import value_of
 from meshwise.model import config_rules
@@ -29,15 +28,12 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan, plan_keys
 from meshwise.plan.workload import as_released, quantized_note
 
-CONFIGS = Path(__file__).parent / "data" / "configs"
-RECORDS = [json.loads(line) for line in (CONFIGS.parent / "transformers_5.23.jsonl").read_text().splitlines()]
+RECORDS = lines("transformers_5.23")
 OF_FAMILY = {record["model_type"]: record["config"] for record in RECORDS}
 RAW = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
-
-with (CONFIGS.parent / "published_totals.csv").open(newline="") as file:
-    TOTALS = list(csv.DictReader(file))
+TOTALS = csv_rows("published_totals.csv")
 PRESETS = [(row["preset"], row["config"]) for row in TOTALS if row["preset"]]
-BAD = [json.loads(line) for line in (CONFIGS.parent / "bad_configs.jsonl").read_text().splitlines()]
+BAD = lines("bad_configs")
 """Config, changed fields, and words of the sentence that refuses them."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table, values
+from data_tables import DATA, table, values
 from meshwise.calibrate.express import ENTRIES
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
@@ -24,7 +24,7 @@ from meshwise.plan.implementation import IMPLEMENTATIONS, Implementation
 from test_one_path import VALUES
 
 CLUSTER = "h100-80g-sxm:64"
-JOBS = Path(__file__).parent / "data" / "jobs"
+JOBS = DATA / "jobs"
 WRITTEN, READ = table("jobs/written"), table("jobs/read")
 
 
@@ -400,7 +400,7 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
     tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
     recipe = ("lora_finetune_single_device", "--config", "llama3_1/8B_qlora_single_device")
     assert tune.arguments[:3] == recipe
-    of_path = Path(__file__).parent / "data" / "configs" / "phi-3-mini-4k.json"
+    of_path = DATA / "configs" / "phi-3-mini-4k.json"
     job = mw.launch(of_path, "4090:1", plan, to="peft", **words)
     assert f'from_pretrained(\n    "{of_path.parent}"' in job.files[0].text
     lost = mw.launch("qwen3-8b", "4090:1", plan, to="torchtune", **words).not_expressed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_tables import table
-from figures import figures_script
+from docs_scripts import docs_script
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.one_plan import estimate
@@ -23,7 +23,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.walk import with_saved_bytes
 
-FIGURES = figures_script("tensor")
+FIGURES = docs_script("figures/tensor")
 Block = tuple[tuple[Fraction, Fraction], tuple[Fraction, Fraction]]
 GPT3 = find_model("gpt3-175b")
 # No limit of heads: so many that any grid divides them.

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tables import csv_rows
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLUMNS, TEXT_COLUMNS, Ledger
 
@@ -26,7 +27,7 @@ def test_unknown_columns_are_refused() -> None:
 def test_csv_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "ledger.csv"
     text = Ledger.from_rows(ROWS).to_csv(path)
-    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    rows = csv_rows(path)
     assert path.read_text() == text
     assert [row["shape"] for row in rows] == ["2x3", "3x2"]
     assert [row["flop"] for row in rows] == ["12", "24"]

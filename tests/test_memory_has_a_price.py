@@ -1,6 +1,5 @@
 """No key of a plan makes memory smaller for nothing: a search would find every plan that gains from it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ JOBS = {
     "deepseek-v2": ("h200-sxm:32", 256),
 }
 """Models on clusters, with batches of several microbatches: of one, stage 2 costs what stage 1 does."""
-DATA = Path(__file__).parent / "data"
 VALUES = table("drawn")["memory_has_a_price"]
 """Not tried: gpipe (1F1B does the same work and keeps fewer microbatches alive), and zero=0 (stage 1 gathers
 new weights where stage 0 gathers summed gradients, arXiv 1910.02054, section 7)."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closed_form import check_estimate_is_the_dry_run
-from data_tables import table
+from data_tables import DATA, table
 from meshwise.core.errors import ModelError
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
 from meshwise.model.weights import num_active_params, num_params
@@ -25,7 +25,7 @@ from meshwise.runtime.programs.moe import MoELayer, Shard, metric_names, route
 
 pytestmark = pytest.mark.slow
 
-PRINTED_CONFIG = Path(__file__).parent / "data" / "fairseq_moe_lm_15b.txt"  # as fairseq's eval_lm prints it
+PRINTED_CONFIG = DATA / "fairseq_moe_lm_15b.txt"  # as fairseq's eval_lm prints it
 PASSES = 5  # max_valid_steps 4
 GIB = 2**30
 

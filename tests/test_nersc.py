@@ -6,8 +6,6 @@ Source of tests/data/nersc_final_cases.json: runs of ShashankSubramanian/transfo
 tests/data/nersc_notebook.json: the transformer-estimates notebook (upstream commit cf96a49, 2024-01-31).
 """
 
-import csv
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_tables import lines, table, with_field
+from data_tables import DATA, csv_rows, lines, table, with_field
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -30,7 +28,7 @@ from meshwise.published.nersc.paper import COLUMNS, PaperRun, paper_system, pric
 from meshwise.published.nersc.paper_ops import PaperCut
 from meshwise.published.nersc.paper_plan import paper
 
-FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
+FILE = DATA / "nersc_final_cases.json"
 DOCUMENT = json.loads(FILE.read_text())
 CHECKED = check_cases(FILE)
 PLANS = table("tables")["nersc"]["plans"]
@@ -200,7 +198,7 @@ def test_command_prints_the_case_and_writes_its_rows(meshwise: Any, tmp_path: Pa
     assert done.document["step_s"] == pytest.approx(printed["totals"]["t"], rel=1e-9)
     assert sum(done.document["time_s"].values()) == pytest.approx(done.document["step_s"], rel=1e-12)
     assert done.document["fits"] is True
-    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    rows = csv_rows(path)
     wanted = [*printed["mlp_ops"], *printed["sa_ops"], printed["dp_comm"], printed["pp_comm"]]
     assert [row["name"] for row in rows] == [row["name"] for row in wanted]
     assert tuple(rows[0]) == ("table", *COLUMNS)
@@ -224,7 +222,7 @@ def test_command_checks_a_file_of_cases(meshwise: Any, tmp_path: Path) -> None:
 
 # --- every printed cell of the notebook, its totals, and its shares (convention nersc-2024-02) ------
 
-PRINTED = json.loads((Path(__file__).parent / "data" / "nersc_notebook.json").read_text())["seed"]
+PRINTED = json.loads((DATA / "nersc_notebook.json").read_text())["seed"]
 PRINTED_COMM_FRAC = {"mlp": 0.019904842740418795, "sa": 0.07962667242415632}  # as the notebook prints them
 
 
@@ -248,7 +246,7 @@ def test_every_cell_that_the_command_writes(meshwise, tmp_path: Path) -> None:
     assert done.document["tables"]["mlp"]["totals"]["t_total_fwd"] == pytest.approx(
         404.5781112174999, rel=1e-9
     )
-    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    rows = csv_rows(path)
     assert [row["table"] for row in rows] == ["mlp"] * 5 + ["sa"] * 9
     for row, printed in zip(rows, PRINTED["mlp"] + PRINTED["sa"], strict=True):
         assert set(printed) == set(NOTEBOOK_COLUMNS)

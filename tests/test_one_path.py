@@ -1,10 +1,7 @@
 """One path, for random plans: the ledger adds up to the step, memory to its total, a grid is its plans."""
 
 import itertools
-import json
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from data_tables import values
+from data_tables import lines, table, values
 from meshwise.core.errors import MeshwiseError
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.grid import grids
@@ -29,8 +26,7 @@ from meshwise.program.op import bytes_of
 from meshwise.program.parts import parts
 
 MODELS = ("gpt3-175b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "llama3-8b")
-DATA = Path(__file__).parent / "data"
-RECORDS = map(json.loads, (DATA / "transformers_5.23.jsonl").read_text().splitlines())
+RECORDS = lines("transformers_5.23")
 EVERY = {name: find_model(name) for name in model_names()} | {
     record["model_type"]: model_from_config(record["config"], name=record["model_type"]) for record in RECORDS
 }
@@ -138,7 +134,7 @@ def check_grid(
             assert memory_bytes == pytest.approx(of.memory_bytes["total"], rel=1e-12)
 
 
-OTHERWISE = tomllib.loads((DATA / "exceptions.toml").read_text())["bytes_moved"]
+OTHERWISE = table("exceptions")["bytes_moved"]
 """Ops of a forward that move something else than the tensors that they state, and what."""
 
 

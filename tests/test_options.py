@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 import meshwise as mw
-from data_tables import table
+from data_tables import DATA, table
 from meshwise import api
 from meshwise.cli import app
 from meshwise.cli.command import flags
@@ -162,6 +162,6 @@ def test_what_stands_for_a_value_is_taken() -> None:
     """Whole floats, what is left out, and iterators, which are read once."""
     stated = {"batch": 16.0, "seq": np.float64(2048.0), "collectives": iter(())}
     assert mw.estimate("llama3-8b", "h100:8", "zero=3", **stated).workload.batch == 16
-    folder = Path(__file__).parent / "data" / "validate"
+    folder = DATA / "validate"
     found = mw.validate(folder.glob("published_runs_excerpt.csv"))
     assert len(found.rows) == len(mw.validate([folder / "published_runs_excerpt.csv"]).rows)

@@ -1,6 +1,5 @@
 """Plans and workloads are checked when made, with one sentence wherever they come from; no key is ignored."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def test_what_a_plan_implies(text: str, implied: dict[str, Any]) -> None:
     assert {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()} == implied
 
 
-WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_plans.toml").read_text())
+WRONG = table("wrong_plans")
 
 
 @pytest.mark.parametrize("text", WRONG)
@@ -115,7 +114,7 @@ def test_every_key_has_a_default_and_a_meaning() -> None:
 
 # --- no key is ignored: each value changes what is priced, or it is refused -------------------------
 
-DRAWN = tomllib.loads((Path(__file__).parent / "data" / "drawn.toml").read_text())["other_values"]
+DRAWN = table("drawn")["other_values"]
 OTHERS = DRAWN["of"] | {"recompute_modules": RECOMPUTE_MODULES}
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tables import SCRIPTS
+
 pytest.importorskip("torch")
 
 import torch
@@ -27,7 +29,6 @@ from ports import own_port
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = Path(__file__).parent / "data" / "scripts"
 PROGRAM = str(SCRIPTS / "all_reduces.py")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import meshwise
 import typed_script
+from data_tables import ROOT
 from meshwise.runtime.programs import PROGRAMS, find_program
 
 NAMES = {
@@ -60,11 +61,10 @@ def test_an_unknown_name_is_one_sentence() -> None:
 
 
 def test_a_script_that_uses_all_of_it_is_typed() -> None:
-    root = Path(__file__).parent.parent
-    words = ("--strict", "--follow-imports=silent", f"--cache-dir={root / '.mypy_cache' / 'strict'}")
+    words = ("--strict", "--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache' / 'strict'}")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *words, typed_script.__file__],
-        env=os.environ | {"MYPYPATH": str(root / "src")}, cwd=root, capture_output=True, text=True,
+        env=os.environ | {"MYPYPATH": str(ROOT / "src")}, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     used = set(re.findall(r"\bmw\.(\w+)", Path(typed_script.__file__).read_text()))

@@ -1,12 +1,12 @@
 """Bad input is refused by one sentence on stderr, with exit code 2 and nothing on stdout."""
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-DATA = Path(__file__).parent / "data"
+from data_tables import DATA
+
 LINES = [line for line in (DATA / "refusals.txt").read_text().splitlines() if "=>" in line]
 CASES = [tuple(part.strip() for part in line.split("=>")) for line in LINES]
 

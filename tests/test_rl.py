@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import DATA, table
 from meshwise import api
 from meshwise.core.each import telling
 from meshwise.launch.arguments import framework_arguments
@@ -295,7 +295,7 @@ LAUNCHED: dict[str, Any] = {
 }  # fmt: skip
 
 
-RECIPES = Path(__file__).parent / "data" / "recipes"
+RECIPES = DATA / "recipes"
 READ: dict[str, dict[str, Any]] = tomllib.loads((RECIPES / "read.toml").read_text())
 
 

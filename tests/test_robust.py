@@ -2,8 +2,6 @@
 behind. And what must hold between two answers, whatever they are (metamorphic tests).
 """
 
-import csv
-import io
 import os
 import re
 import signal
@@ -20,7 +18,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import DATA, ROOT, csv_rows, table
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_text
 from meshwise.machine.hardware import Cluster, find_cluster
@@ -68,10 +66,9 @@ def test_what_no_module_says(words: str, said_in: set[str]) -> None:
 
 def test_every_dependency_is_locked_with_hashes() -> None:
     """As `pip install --require-hashes -r requirements.lock` wants it."""
-    root = Path(__file__).parent.parent
-    locked = (root / "requirements.lock").read_text().replace(" \\\n", "").splitlines()
+    locked = (ROOT / "requirements.lock").read_text().replace(" \\\n", "").splitlines()
     assert all(re.match(r"[\w.-]+==[\w.]+( +--hash=sha256:[0-9a-f]{64})+$", line) for line in locked)
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}  # type: ignore[index]
     assert names and names <= {line.partition("==")[0] for line in locked}
 
@@ -112,7 +109,7 @@ def test_what_is_no_plain_file_is_not_replaced_by_one(tmp_path: Path, kind: str)
 
 
 def test_names_are_no_markup(meshwise: Any, tmp_path: Path) -> None:
-    config = Path(__file__).parent / "data" / "tiny_llama.json"
+    config = DATA / "tiny_llama.json"
     path = tmp_path / "[bold] [ab" / "config.json"
     path.parent.mkdir()
     path.write_text(config.read_text())
@@ -256,7 +253,7 @@ def test_json_csv_and_python_agree_to_the_digit(meshwise: Any, tmp_path: Path) -
     document = meshwise(*words, "--json", "--csv", str(tmp_path / "x.csv")).document
     found = mw.estimate("llama3-8b", "h100-80g-sxm:64", "tp=4,pp=2", batch=64, seq=1024)
     assert document["step_s"] == found.step_s
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text())))
+    rows = csv_rows(tmp_path / "x.csv")
     assert len(rows) == len(document["ledger"]) == len(found.ledger.to_json())
     for row, told in zip(rows, document["ledger"], strict=True):
         assert row["op"] == told["op"]

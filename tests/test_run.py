@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import meshwise
-from data_tables import table
+from data_tables import SCRIPTS, table
 from forks import start_script, wait_until
 from meshwise.core.errors import MissingExtraError, PlanError
 from meshwise.runtime.launch import (
@@ -33,8 +33,6 @@ from ports import own_port
 from ranks import fail_on
 
 pytestmark = pytest.mark.slow
-
-SCRIPTS = Path(__file__).parent / "data" / "scripts"
 
 
 def is_running(pid: int) -> bool:

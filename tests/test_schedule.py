@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_tables import table
-from figures import figures_script
+from docs_scripts import docs_script
 from meshwise.cost.schedule import (
     SCHEDULES,
     bubble_s,
@@ -16,7 +16,7 @@ from meshwise.cost.schedule import (
 PRINTED = table("tables")["schedule"]
 times = st.floats(0.1, 10.0)
 fields = {name: index for index, name in enumerate(SCHEDULES)}
-published_bubble_s = figures_script("pipeline").published_bubble_s
+published_bubble_s = docs_script("figures/pipeline").published_bubble_s
 
 
 def bubble(name: str, pp: int, m: int, v: int = 1, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> float:

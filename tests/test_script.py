@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from data_tables import SCRIPTS
+
 pytest.importorskip("torch")
 
 import torch
@@ -21,7 +23,6 @@ from other_python import other_python
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = Path(__file__).parent / "data" / "scripts"
 FSDP2, DDP = (["python", str(SCRIPTS / name)] for name in ("fsdp2.py", "ddp.py"))
 LAYERS, STEPS = 3, 2
 

@@ -1,6 +1,5 @@
 """The search against pricing every plan of a space one by one; what is stated is obeyed; the command."""
 
-import csv
 import itertools
 import math
 import os
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tables import table
+from data_tables import csv_rows, table
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.adverse import together
 from meshwise.estimate.grid import grids
@@ -468,7 +467,7 @@ def test_files_hold_what_was_found(meshwise, tmp_path) -> None:
     files = ("--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png"))
     run = ("--tokens", "1e12", "--price", "2", "--watts", "500")
     document = meshwise(*LLAMA, *files, *run, "--json").document
-    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    rows = csv_rows(tmp_path / "a.csv")
     steps = [float(row["step_s"]) for row in rows if row["kind"] == "best"]
     assert steps == [best["step_s"] for best in document["best"]]
     best = document["best"][0]

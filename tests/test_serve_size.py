@@ -1,6 +1,5 @@
 """How many GPUs: the screen agrees with pass prices and the simulation, trade-offs are, prices add up."""
 
-import csv
 import re
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_tables import table
+from data_tables import csv_rows, table
 from meshwise.core.each import telling
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -168,7 +167,7 @@ def test_command_names_layout_workers_and_price(meshwise: Any, tmp_path: Path) -
     best = document["sizing"]["best"]
     assert best["holds"] and best["num_gpus"] >= 1 and document["ttft_s"] == best["simulated_ttft_s"]
     assert document["usd_per_hour"] == pytest.approx(2 * best["num_gpus"])
-    rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
+    rows = csv_rows(tmp_path / "all.csv")
     assert {row["chip"] for row in rows} == {"h100-80g-sxm", "h200-sxm"}
     assert "<svg" in (tmp_path / "trade.svg").read_text()
     shown = meshwise(*BASE, *LIMITS).out

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from data_tables import DATA
+
 pytest.importorskip("torch")
 
 import ranks as on_ranks
@@ -28,7 +30,7 @@ from meshwise.runtime.launch import RankError, launch
 MOMENTS = int(os.environ.get("MOMENTS", "0"))
 SEED = os.environ.get("SEED", "0")
 RUN = "run train --ranks 2 --batch 2 --seq 16 --plan zero=3,dtype=fp32 --steps 4 --json"
-WORDS = [*RUN.split(), "--model", str(Path(__file__).parent / "data" / "tiny_llama.json")]
+WORDS = [*RUN.split(), "--model", str(DATA / "tiny_llama.json")]
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from data_tables import table
-from figures import DOCS, figures_script
+from data_tables import DOCS, table
+from docs_scripts import docs_script
 from meshwise.core.errors import PlanError
 from meshwise.cost import schedule as closed_form
 from meshwise.cost.simulate import KINDS, Timeline, _play, simulate
@@ -157,6 +157,6 @@ def test_bad_times_are_refused(wrong: dict[str, object], says: str) -> None:
 
 def test_page_shows_the_tables_that_the_figures_script_prints() -> None:
     page = (DOCS / "pipeline.md").read_text(encoding="utf-8")
-    figures = figures_script("pipeline")
+    figures = docs_script("figures/pipeline")
     assert figures.table(8, 32) in page
     assert figures.hops_table(8, (16, 64, 256)) in page

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from data_tables import DATA, ROOT
+
 pytest.importorskip("torch")
 
 import meshwise as mw
@@ -24,7 +26,7 @@ from ports import own_port
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "slurm" / "run.sbatch"
+SCRIPT = ROOT / "examples" / "slurm" / "run.sbatch"
 DAEMONS = ("slurmctld", "slurmd")
 NODE = "NodeName={name} NodeHostname={host} Port={port} CPUs={cpus} Gres=gpu:2 State=UNKNOWN\n"
 PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
@@ -42,7 +44,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     for name in names:
         (spool / name).mkdir()
     nodes = [NODE.format(name=name, host=host, port=own_port(), cpus=os.cpu_count()) for name in names]
-    config = (Path(__file__).parent / "data" / "slurm.conf").read_text()
+    config = (DATA / "slurm.conf").read_text()
     path.write_text(
         config.format(host=host, folder=tmp_path, spool=spool, port=own_port()) + "".join(nodes) + PARTITION
     )

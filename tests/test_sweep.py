@@ -1,6 +1,5 @@
 """Sweeps: the grid becomes command lines; nothing finished is lost or repeated; failures are kept."""
 
-import csv
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ import pytest
 import typer.main
 
 import tasks
-from data_tables import table
+from data_tables import DATA, DOCS, ROOT, csv_rows, table
 from meshwise.cli import app
 from meshwise.core.errors import DataError
 from meshwise.sweep import sweep as sweeps
@@ -25,13 +24,12 @@ WRONG = table("wrong_inputs")
 
 pytestmark = pytest.mark.slow
 
-DATA = Path(__file__).parent / "data"
 GRID = (DATA / "sweeps" / "grid.toml").read_text()
 
 
 def test_default_columns_are_documented_keys():
     """docs/reference/json.md is the list of keys; what a sweep shows by default is some of them."""
-    text = (Path(__file__).parents[1] / "docs" / "reference" / "json.md").read_text()
+    text = (DOCS / "reference" / "json.md").read_text()
     keys_of = {
         verb: keys
         for verbs, keys in re.findall(r"^\| (`.*?`) \| (.*) \|$", text, re.MULTILINE)
@@ -156,7 +154,7 @@ def test_command_line(meshwise, tmp_path, monkeypatch):
     alone = meshwise(*alone.split()).document
     point = next(p for p in document["points"] if p["values"] == {"tp": 4, "pp": 4})
     assert point["results"]["step_s"] == alone["step_s"] and point["results"]["fits"] == alone["fits"]
-    table = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    table = csv_rows(tmp_path / "sweep.csv")
     assert len(table) == 9 and float(table[4]["step_s"]) == alone["step_s"]
     assert Path(document["figure"]).read_bytes().startswith(b"\x89PNG")
     monkeypatch.setenv("COLUMNS", "80")
@@ -168,7 +166,7 @@ def test_command_line(meshwise, tmp_path, monkeypatch):
 
 
 def test_the_example_of_the_page_runs(meshwise, tmp_path):
-    page = (Path(__file__).parents[1] / "docs" / "sweep.md").read_text()
+    page = (DOCS / "sweep.md").read_text()
     text = page.partition("```toml\n")[2].partition("```")[0]
     assert meshwise("sweep", str(_file(tmp_path, text))).code == 0
 
@@ -234,7 +232,7 @@ def test_no_option_of_a_sweep_is_dropped(tmp_path: Path) -> None:
     assert "--no-ledger" in point.words
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "examples").glob("*benchmark*.toml")))
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*benchmark*.toml")))
 def test_a_benchmark_of_the_examples_is_a_sweep(path: Path) -> None:
     points = read_sweep(path).points
     assert len(points) > 20 and {"seq", "layers", "experts", "ranks", "profile"} <= set(points[0].values)

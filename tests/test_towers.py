@@ -1,13 +1,12 @@
 """Encoders of images and sound beside a language model: tokens of an image, FLOP, memory and time."""
 
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import meshwise as mw
+from data_tables import DATA, table
 from meshwise.estimate.one_plan import model_flop
 from meshwise.estimate.tower import num_positions
 from meshwise.model.architecture import Layer, Model, layer_counts
@@ -18,7 +17,7 @@ from meshwise.model.weights import num_params
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 
-TOWERS = tomllib.loads((Path(__file__).parent / "data" / "towers.toml").read_text())
+TOWERS = table("towers")
 TEXT, VISION, TOKENS, SOUND = (TOWERS[name] for name in ("text", "vision", "tokens", "sound"))
 
 
@@ -46,7 +45,7 @@ def test_tokens_of_an_image(case: str) -> None:
 
 def test_tokens_of_a_published_config() -> None:
     """DeepSeek-VL2: 3 x 2 tiles, and the whole, a token at the end of each row."""
-    model = find_model(str(Path(__file__).parent / "data" / "configs" / "deepseek-vl2-small.json"))
+    model = find_model(str(DATA / "configs" / "deepseek-vl2-small.json"))
     (tower,) = with_inputs(model, Inputs(images=1, width=1024, height=768)).towers
     assert (tower.num_inputs, tower.num_tokens) == (7, 28 * 43 + 1 + 14 * 15)
 

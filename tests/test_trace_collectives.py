@@ -1,18 +1,17 @@
 """Matching collectives across ranks, aligning clocks, and splitting waiting from transfer."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_tables import GLOO4, TRACES
 from kineto import SEND_RECV, all_reduce, host, kernel, message, summary_of, write_trace
 from meshwise.trace.operators import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 
-DATA = Path(__file__).parent / "data" / "traces"
 WIRE_US = 10.0
 
 
@@ -222,14 +221,14 @@ def test_calls_that_never_met_are_told(tmp_path):
 
 def test_real_ranks_without_metadata():
     """Two sampled ranks of a real job: NCCL's names only, calls missing; NTP kept the clocks within 1 ms."""
-    found = summarize_paths([DATA / "hta" / "sampled"])
+    found = summarize_paths([TRACES / "hta" / "sampled"])
     assert found.alignment.num_collectives >= 3
     assert abs(found.alignment.offsets_s[1]) < 1e-3 and found.alignment.residual_s < 1e-3
 
 
 def test_real_gloo_ranks():
     """Captured on CPU: groups and sizes from the flight recorder; rank 3 slept, the others waited."""
-    found = summarize_paths([DATA / "gloo4"])
+    found = summarize_paths([GLOO4])
     assert found.problems == [] and found.alignment.method == "one host, one clock"
     exchanges = [one for one in found.collectives if one.name == "all_to_all"]
     assert len(exchanges) == 3 and all(one.last_rank == 3 and one.num_ranks == 4 for one in exchanges)

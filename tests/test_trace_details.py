@@ -1,13 +1,12 @@
 """Critical path, memory, rates, bandwidths: known answers, properties, a page."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tables import table
+from data_tables import GLOO4, table
 from jobs import Job, write_job
 from kineto import all_reduce, host, kernel, launched, operator, summary_of, write_trace
 from meshwise.machine.hardware import find_chip
@@ -17,8 +16,6 @@ from meshwise.trace.intervals import length
 from meshwise.trace.memory import memory_peaks
 from meshwise.trace.rates import bandwidths, op_rates
 from meshwise.trace.summary import summarize_paths
-
-GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 
 
 def _played(folder, job):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from data_tables import TRACES
 from jobs import Job, write_job
 from kineto import kernel, write_trace
 from meshwise.report.trace import picture
@@ -18,7 +19,6 @@ from meshwise.trace.critical_path import critical_path
 from meshwise.trace.summary import all_sections, outliers, summarize_paths
 from test_trace_merge import check_nests
 
-DATA = Path(__file__).parent / "data" / "traces"
 JOBS = {
     "marked": Job(8, 10, "slow device", rank=2, has_marks=True, has_numbers=True, missing=(5,)),
     "drifting": Job(4, 10, "late rank", rank=1, clock_s=1.0, drift_ppm=50.0),
@@ -36,7 +36,7 @@ def kept(monkeypatch):
 @pytest.fixture(params=["gloo4", *JOBS])
 def capture(request, tmp_path):
     if request.param == "gloo4":
-        return Path(shutil.copytree(DATA / "gloo4", tmp_path / "gloo4"))
+        return Path(shutil.copytree(TRACES / "gloo4", tmp_path / "gloo4"))
     write_job(tmp_path, JOBS[request.param])
     return tmp_path
 

@@ -3,17 +3,15 @@
 import gzip
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tables import TRACES
 from kineto import all_reduce, host, kernel, launched, summary_of, write_trace
 from meshwise.trace.merge import write_merged
 from meshwise.trace.summary import summarize_paths
-
-DATA = Path(__file__).parent / "data" / "traces"
 
 
 def _merged(found, output):
@@ -42,7 +40,7 @@ def check_nests(events):
 @pytest.mark.parametrize("folder", ["gloo4", "hta/sampled"])
 @pytest.mark.parametrize("name", ["all.json", "all.json.gz"])
 def test_real_ranks(tmp_path, folder, name):
-    events, _ = _merged(summarize_paths([DATA / folder]), tmp_path / name)
+    events, _ = _merged(summarize_paths([TRACES / folder]), tmp_path / name)
     check_nests(events)
     ranks = {e["pid"] for e in events}
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}

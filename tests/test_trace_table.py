@@ -1,11 +1,10 @@
 """The profiler's table, sections, differences, the ledger, and where the time went."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from data_tables import table
+from data_tables import TRACES, table
 from kineto import all_reduce, host, kernel, operator, summary_of, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.trace.breakdown import breakdown
@@ -16,8 +15,7 @@ from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger
 from meshwise.trace.summary import all_sections, summarize_paths
 
-DATA = Path(__file__).parent / "data" / "traces"
-GLOO4 = str(DATA / "gloo4")
+GLOO4 = str(TRACES / "gloo4")
 KEYS = {
     "ranks": "rank span_s compute_s communication_s memory_s idle_s exposed_communication_s overlap_frac",
     **{"kernels": "name count total_s mean_s", "collectives": "name index bytes wire_s wait_s last_rank"},
@@ -155,7 +153,7 @@ def test_command_line_refuses(meshwise, tmp_path):
 
 @pytest.mark.parametrize("file, idle, compute, non_compute, span, overlap", table("tables")["trace"]["hta"])
 def test_as_holistic_trace_analysis(file, idle, compute, non_compute, span, overlap):
-    found = breakdown(read_trace(DATA / file)[0])
+    found = breakdown(read_trace(TRACES / file)[0])
     assert found.idle_s == pytest.approx(idle / 1e6, abs=1e-9)
     assert found.compute_s == pytest.approx(compute / 1e6, abs=1e-9)
     assert found.non_compute_s == pytest.approx(non_compute / 1e6, abs=1e-9)

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
-from data_tables import table
+from data_tables import DATA, table
 from meshwise.model.weights import num_params
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
@@ -24,7 +24,6 @@ from ranks import Ranks, compared, run_bare, train_checked
 pytestmark = pytest.mark.slow
 NUM_RANKS = 4
 
-DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
 MODELS["further"] = str(DATA / "tiny_deepseek3.json")  # the same, and predicts one token more

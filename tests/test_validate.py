@@ -1,8 +1,6 @@
 """Published runs: read, said in our words, priced, and summed up; bad rows keep their reason."""
 
-import csv
 import math
-import runpy
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,7 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as restated
 
 import meshwise as mw
-from data_tables import table
+from data_tables import DATA, DOCS, csv_rows, table
+from docs_scripts import docs_script
 from meshwise.calibrate import fit_steps
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import express
@@ -45,9 +44,9 @@ WRONG = table("wrong_inputs")
 
 pytestmark = pytest.mark.slow
 
-DATA = Path(__file__).parent / "data" / "validate"
-RUNS = DATA / "published_runs_excerpt.csv"
-ITERATIONS = DATA / "measured_iterations_excerpt.csv"
+MEASURED = DATA / "validate"
+RUNS = MEASURED / "published_runs_excerpt.csv"
+ITERATIONS = MEASURED / "measured_iterations_excerpt.csv"
 
 
 def runs() -> dict[str, Run]:
@@ -56,7 +55,7 @@ def runs() -> dict[str, Run]:
 
 def edited(tmp_path: Path, numbers: Iterable[int], cells: dict[str, str]) -> Path:
     """The excerpt with cells of some rows changed."""
-    rows = list(csv.DictReader(RUNS.read_text().splitlines()))
+    rows = csv_rows(RUNS)
     for number in numbers:
         rows[number].update(cells)
     names, path = [*rows[0] | cells], tmp_path / "runs.csv"
@@ -124,7 +123,7 @@ def test_prose_changes_nothing(tmp_path_factory: pytest.TempPathFactory, words: 
 
 
 def test_the_page_of_the_format_names_every_column() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    page = (DOCS / "data.md").read_text()
     assert not [name for name in (*Run.__struct_fields__[:-1], *PROSE) if f"`{name}`" not in page]
 
 
@@ -182,7 +181,7 @@ def test_uneven_layers_leave_room_for_the_ends() -> None:
 
 def test_memory_of_the_software_that_ran() -> None:
     """Under transformers Adam's step, FSDP1's inputs and root, logits, Liger; torchtitan's loss, eager."""
-    rows = validate([DATA / "memory.csv"]).rows
+    rows = validate([MEASURED / "memory.csv"]).rows
     memory = [row for row in rows if row.quantity == "memory_bytes"]
     assert len(memory) == 14
     assert all(abs(row.predicted / row.measured - 1.0) < 0.03 and row.fits for row in memory)
@@ -254,7 +253,7 @@ def test_excerpt_is_expressed_and_close() -> None:
 
 @pytest.mark.parametrize("quantity, most, limit", [("chip_watts", 0.125, 700.0), ("node_watts", 0.1, 5600.0)])
 def test_measured_watts_are_near_and_a_limit_is_not(quantity: str, most: float, limit: float) -> None:
-    rows = validate([DATA / "measured_power_excerpt.csv"]).of(quantity)
+    rows = validate([MEASURED / "measured_power_excerpt.csv"]).of(quantity)
     known = [row for row in rows if row.expressed]
     assert len(known) >= 4 and all(row.reason for row in rows if not row.expressed)
     errors, of_limit = (
@@ -281,8 +280,8 @@ def test_the_command_prints_one_document(meshwise: Any) -> None:
 def test_the_page_shows_every_group(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     validation, of_fit = validate([RUNS]), tmp_path / "published_runs.csv"
-    script = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "accuracy.py"))
-    script["write_accuracy"](validation, tmp_path)
+    script = docs_script("accuracy")
+    script.write_accuracy(validation, tmp_path)
     page = (tmp_path / "accuracy.md").read_text()
     assert (tmp_path / "figures" / "accuracy_runs.png").stat().st_size > 10_000
     for text in ("by chip", "a100-80g-sxm", "Korthikanti et al. 2022", "worst rows", "by scale", "None."):
@@ -431,7 +430,7 @@ def test_an_estimate_says_between_what_and_why(cluster: str, plan: str, why: str
 
 def test_a_model_is_a_preset_or_a_path_and_a_system_any_chip(tmp_path: Path) -> None:
     """What a row does not say of its model is the preset's, or the config's."""
-    config = Path(__file__).parent / "data" / "configs" / "qwen3-30b-a3b.json"
+    config = DATA / "configs" / "qwen3-30b-a3b.json"
     names = ("Qwen/Qwen3-8B", "kimi-k2", str(config), "poetry-7b")
     runs, serving = tmp_path / "runs.csv", tmp_path / "serving.csv"
     runs.write_text(

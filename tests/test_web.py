@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from data_tables import DATA, TRACES, table
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
@@ -30,11 +31,10 @@ from meshwise.plan.plan import KEYS
 from meshwise.web.app import SLOTS, make_app
 from meshwise.web.views import VIEWS, Server, answer, options
 
-WRONG = tomllib.loads((Path(__file__).parent / "data" / "wrong_inputs.toml").read_text())
+WRONG = table("wrong_inputs")
 
-TRACES = Path(__file__).parent / "data" / "traces"
 JOB = {"model": "llama3-8b", "cluster": "h100-80g-sxm:16", "batch": "32", "seq": "4096"}
-CONFIG = (Path(__file__).parent / "data" / "tiny_llama.json").read_text()
+CONFIG = (DATA / "tiny_llama.json").read_text()
 
 
 @pytest.fixture(scope="module")

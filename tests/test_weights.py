@@ -1,17 +1,15 @@
 """Each weight is named once: over all ranks of any layout, the ops hold exactly the model's parameters."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from data_tables import table
+from data_tables import DATA, lines, table
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config, read_config
@@ -22,8 +20,8 @@ from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
 from parameters import num_mtp_params
 
-CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
-RECORDS = map(json.loads, (CONFIGS[0].parent.parent / "transformers_5.23.jsonl").read_text().splitlines())
+CONFIGS = sorted((DATA / "configs").glob("*.json"))
+RECORDS = lines("transformers_5.23")
 HYBRIDS = ("qwen3_next", "nemotron_h", "jamba", "lfm2_moe", "mamba", "falcon_h1", "kimi_linear")
 MODELS = {
     **{
