@@ -194,16 +194,13 @@ def excess(
     """The factor that has to come upon what others tell of their regimes for 8 of 10 measurements to lie
     within where all runs alike in `aspect` are left out (`without`); each group counts once."""
     beyond, groups = [], []
-    for (group, *names), alike in grouped(runs, lambda each: _key(each, quantity, aspect)).items():
+    keyed = grouped(runs, lambda each: (aspects_of(each)[aspect], *regimes_of(each, quantity)))
+    for (group, *names), alike in keyed.items():
         others = [each for each in runs if aspects_of(each)[aspect] != group]
         near = max(width(others, misses, quantity, name) for name in names)
         beyond += [without[each.run.id] ** 2 - near**2 for each in alike]
         groups += [group] * len(alike)
     return _spread(math.sqrt(max(*quantiles(np.array(beyond), groups, 0.8), 0.0)), groups)
-
-
-def _key(each: Expressed, quantity: str, aspect: str) -> tuple[str, ...]:
-    return aspects_of(each)[aspect], *regimes_of(each, quantity)
 
 
 def _spread(width: float, groups: Sequence[str]) -> Spread:

@@ -145,26 +145,20 @@ FIRST_POSITION = 2
 
 
 def new_pass(
-    config: GptConfig, *, ep: Num = 1, tp: int = 1, dtype: str = "fp16", grouped: bool = False,
-    token_fraction: Num | None = None,
+    config: GptConfig, *, ep: Num = 1, tp: int = 1, tp_rank: int = 0, dtype: str = "fp16",
+    grouped: bool = False, token_fraction: Num | None = None,
 ) -> Pass:  # fmt: skip
     """The pass of `config` in evaluation, with the capacity that its fraction (or `token_fraction`) gives.
 
     A `token_fraction` of 0 is the rule of training.
     """
+    batch, length, experts = config.batch_size_valid, config.tokens_per_sample, config.moe_expert_count
     share = config.moe_eval_capacity_token_fraction if token_fraction is None else token_fraction
-    tokens = config.batch_size_valid * config.tokens_per_sample
-    slots = capacity(tokens, max(config.moe_expert_count, 1), token_fraction=share, top_k=config.top_k)
+    slots = capacity(batch * length, max(experts, 1), token_fraction=share, top_k=config.top_k)
     return Pass(
-        config=config,
-        batch=config.batch_size_valid,
-        length=config.tokens_per_sample,
-        capacity=float(slots) if np.ndim(slots) == 0 else slots,
-        ep=ep,
-        tp=tp,
-        dtype=dtype,
-        grouped=grouped,
-    )
+        config=config, batch=batch, length=length, capacity=float(slots) if np.ndim(slots) == 0 else slots,
+        ep=ep, tp=tp, tp_rank=tp_rank, dtype=dtype, grouped=grouped,
+    )  # fmt: skip
 
 
 def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import DataError, WorkloadError
@@ -69,8 +69,10 @@ def estimate(options: Any, tape: Tape) -> None:
     found = setting(options, tape.world_size)
     config, placement = found.config, found.placement
     num_batches = -(-len(_blocks(options, found)) // config.batch_size_valid)
-    of = new_pass(config, ep=placement.ep, tp=placement.tp, dtype=found.dtype, grouped=options.grouped_gemm)
-    of = replace(of, tp_rank=tape.rank % placement.tp)
+    of = new_pass(
+        config, ep=placement.ep, tp=placement.tp, tp_rank=tape.rank % placement.tp, dtype=found.dtype,
+        grouped=options.grouped_gemm,
+    )  # fmt: skip
     write_ops(evaluation(of), tape, times=num_passes(num_batches, placement.dp, options.max_valid_steps))
 
 
