@@ -58,6 +58,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         for words in daemons
     ]
     try:
+        wait_for(environment, ("sinfo", "--noheader", "--format=%D %T"), "2 idle", 60)
         yield environment
     finally:
         for daemon in running:
@@ -83,14 +84,12 @@ def test_a_job_finds_its_own_file(slurm: dict[str, str], tmp_path: Path) -> None
     mw.launch("llama3-8b", "h100:1", "", to="tensorrt-llm", batch=8, seq=64).write(tmp_path / "job")
     (stub := tmp_path / "trtllm-serve").write_text('#!/bin/bash\ncat "${@: -2:1}"\n')
     stub.chmod(0o755)
-    wait_for(slurm, ("sinfo", "--noheader", "--format=%D %T"), "2 idle", 60)
     words = f"PATH={tmp_path}:$PATH sbatch --output=job.log --wait job/job.sbatch last"
     subprocess.run(words, shell=True, env=slurm, cwd=tmp_path, timeout=100, check=True)
     assert "enable_attention_dp: false" in (tmp_path / "job.log").read_text()
 
 
 def test_the_documented_script_runs_on_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
-    wait_for(slurm, ("sinfo", "--noheader", "--format=%D %T"), "2 idle", 60)
     sizes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
     words = (*sizes, f"--output={tmp_path}/job.log", "--overcommit", "--parsable", str(SCRIPT))
     words += ("ulysses", "--seq", "64", "--hidden", "32")

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.slow
 MEASURED = DATA / "validate"
 RUNS = MEASURED / "published_runs_excerpt.csv"
 ITERATIONS = MEASURED / "measured_iterations_excerpt.csv"
+HOST = fit_steps.Quantity("step_s", ("software.megatron-2020.kernel_passes",), fit_steps.step_miss)
 
 
 def runs() -> dict[str, Run]:
@@ -307,8 +308,7 @@ def test_a_fit_finds_the_constant_that_made_the_data() -> None:
         for run in read_runs(ITERATIONS)[0]
         if not is_held_out(run.id)
     ]
-    host = fit_steps.Quantity("step_s", ("software.megatron-2020.kernel_passes",), fit_steps.step_miss)
-    found = fit_steps.search(fit_steps.START, rows, host)
+    found = fit_steps.search(fit_steps.START, rows, HOST)
     assert found["software.megatron-2020.kernel_passes"] == pytest.approx(1.6, rel=0.05)
     assert found | {"software.megatron-2020.kernel_passes": 1.6} == truth  # the others stay
 
@@ -344,11 +344,10 @@ def test_a_source_that_is_off_as_a_whole_moves_no_constant_that_others_know(shif
 
 def test_a_constant_of_one_source_or_at_its_limit_is_refused() -> None:
     rows = [express(run) for run in read_runs(ITERATIONS)[0]]
-    host = fit_steps.Quantity("step_s", ("software.megatron-2020.kernel_passes",), fit_steps.step_miss)
-    (one_source,) = fit_steps.unfounded(fit_steps.START, rows, host)
+    (one_source,) = fit_steps.unfounded(fit_steps.START, rows, HOST)
     assert "kernel_passes is determined by 1 source only (vTrain ground truth)" in one_source
     at_limit = fit_steps.START | {"software.megatron-2020.kernel_passes": 4.0}
-    assert "kernel_passes ends at its limit" in " ".join(fit_steps.unfounded(at_limit, rows, host))
+    assert "kernel_passes ends at its limit" in " ".join(fit_steps.unfounded(at_limit, rows, HOST))
 
 
 def test_every_constant_is_fitted_or_stated_or_tied() -> None:
