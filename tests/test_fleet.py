@@ -247,6 +247,7 @@ def test_no_option_is_dropped(option: str, tmp_path: Path, monkeypatch: Any) -> 
         found = [mw.serve(**one) for one in (words, STATED["base"] | without)]
         figures = [[one.to_json()[name] for name in ("num_gpus", "ttft_s", "tpot_s")] for one in found]
         assert figures[0] == figures[1] or found[0].deployment != found[1].deployment, case
+        assert "Path(" not in str(found[0].deployment), case
 
 
 def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise: Any, tmp_path: Path) -> None:

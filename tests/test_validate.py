@@ -147,9 +147,9 @@ def test_no_stated_fact_is_ignored(column: str) -> None:
     assert (before.step_s, before.memory_bytes) != (after.step_s, after.memory_bytes)
 
 
-@pytest.mark.parametrize(("column", "value", "words"), table("tables")["validate"]["nearly"])
-def test_what_is_said_only_nearly_is_told(column: str, value: object, words: str) -> None:
-    run = runs()[STATED.get(column, [DENSE])[0]]
+@pytest.mark.parametrize(("row_id", "column", "value", "words"), table("tables")["validate"]["nearly"])
+def test_what_is_said_only_nearly_is_told(row_id: str, column: str, value: object, words: str) -> None:
+    run = runs()[row_id]
     assert not express(run).approximations
     assert words in " ".join(express(restated(run, **{column: value})).approximations)
 

@@ -131,23 +131,26 @@ def express(run: Run) -> Expressed:
     }
     known = {"filled": run, "model": model, "matmuls": _dtype_named(run.dtype), "unused": unused}
     refuse("facts of a run", PlanError, run=stated, **known)
+    plans = plans_of(stated, run, model, defaults)
     return Expressed(
         run=run,
         model=model,
         cluster=cluster_of(run),
-        plans=plans_of(stated, run, model, defaults),
+        plans=plans,
         workload=Workload(batch=run.global_batch, seq=run.seq_len, microbatch=run.micro_batch),
-        approximations=tuple(approximations(run)),
+        approximations=tuple(approximations(run, plans[0].software)),
     )
 
 
-def approximations(run: Run) -> Iterator[str]:
+def approximations(run: Run, software: str) -> Iterator[str]:
     """What the row states and the plan can only say nearly."""
     for column, said in _NAMES["approximations"].items():
         if (value := getattr(run, column)) in said:
             yield f"{column} {value} is priced as {said[value]}"
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
         yield "param_gather_overlap is priced like grad_reduce_overlap"
+    if run.compiled is not None and not software.startswith("torch-2024"):
+        yield f"compiled changes nothing of software {software}"
     if not any(_framework(run) in entry.names for entry in ENTRIES):
         yield f"framework {run.framework} is priced as megatron-lm"
 

@@ -116,7 +116,13 @@ def _unsaid(engine: Engine, names: Tree) -> list[str]:
     stated = names["asked"] | {name: getattr(engine, name) for name in engine.stated}
     known = dict.fromkeys(_CATALOG["said"]) | formulas(_CATALOG["unsaid"], names)
     why = {name: known.get(name, "it is not written") for name, value in stated.items() if value}
-    return [f"{name}={getattr(stated[name], 'name', stated[name])}: {why[name]}" for name in why if why[name]]
+    return [f"{name}={_named(stated[name])}: {why[name]}" for name in why if why[name]]
+
+
+def _named(value: Any) -> str:
+    """A value as one writes it on the command line: several side by side, of objects and paths the name."""
+    several = value if isinstance(value, list | tuple) else (value,)
+    return ",".join(str(getattr(one, "name", one)) for one in several)
 
 
 def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> Tree:
