@@ -280,7 +280,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
     names = {"run": run, "stated": stated, "of": defaults, "model": model}
-    names |= {"dtype": dtype, "narrow": NARROW_DTYPES}
+    names |= {"dtype": dtype, "narrow": NARROW_DTYPES, "vendor": find_chip(run.chip).vendor}
     names |= {"bool": bool, "gcd": math.gcd, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
     names["states"] = _NAMES["optimizer_states"]
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}

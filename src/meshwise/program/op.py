@@ -262,6 +262,7 @@ def linears(
     d_y = made(module, f"d_{name}", (batch, rows, d_out), prec.dtype)
     d_x = made(module, f"d_{name}_input", (batch, rows, d_in), prec.act_dtype)
     read = whole = x
+    copies = 1.0 if frozen else 2.0  # only the gradient of a weight reads what is transposed
 
     def multiply(
         phase: str, m: Num, n: Num, k: Num, reads: tuple[Tensor, Tensor], makes: tuple[Tensor, ...],
@@ -274,7 +275,8 @@ def linears(
 
     if prec.casts:
         read = whole = made(module, f"{name}_cast", (x if own is None else own).shape, prec.dtype)
-        yield cast(module, name, "forward", batch * rows, d_in, prec, reads=(x,), makes=(read,))
+        reads_makes = {"reads": (x,), "makes": (read,)}
+        yield cast(module, name, "forward", batch * rows, d_in, prec, copies=copies, **reads_makes)
         if own is not None:
             whole = exchanged(read, f"{read.name}.gathered", x.shape, 1.0)
     if prec.casts and prec.casts_weights:
@@ -284,7 +286,7 @@ def linears(
     if bias and grouped:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
-        yield cast(module, name, "backward", batch * rows, d_out, prec)
+        yield cast(module, name, "backward", batch * rows, d_out, prec, copies=copies)
         if prec.casts_weights:
             yield cast(module, name, "backward", batch * d_in, d_out, prec, copies=1.0)
     yield multiply("backward", rows, d_in, d_out, (d_y, weight), (d_x,))
