@@ -93,6 +93,14 @@ def test_adapters_beside_some_layers_are_counted_beside_those_alone() -> None:
     assert few.mfu < few.hfu
 
 
+def test_a_frozen_layer_casts_its_operands_once() -> None:
+    """What is transposed is for the gradient of a weight: 1 byte written, not 2."""
+    plans = "dtype=fp8", "dtype=fp8,lora_rank=16"
+    rows = [mw.estimate("llama3-8b", "h100-80g-sxm:8", plan).rank_ledger(0).to_json() for plan in plans]
+    trained, frozen = ([row["write_bytes"] for row in of if row["op"] == "fc2_cast"] for of in rows)
+    assert trained == [2 * num for num in frozen] and len(frozen) == 2
+
+
 @pytest.mark.parametrize("implementation", ["fsdp2", "megatron", "huggingface"])
 def test_narrow_weights_are_gathered_narrow(implementation: str) -> None:
     """NF4 tensors are gathered as they are kept (torchao): two blocks of 405B are 3.3 GB, not 12.7."""
