@@ -55,13 +55,14 @@ def test_ops_of_a_model_with_an_encoder_are_parts_that_traces_show():
     assert {part_of_op(row) for row in forward} <= {*PARTS}
 
 
-@pytest.mark.parametrize("slower", [1.0, 1.5])
-def test_a_trace_of_the_prediction(tmp_path, slower):
-    expected = mw.estimate(*JOB, batch=2, seq=512)
-    classes = _classes(tmp_path)
-    idle = {op: classes.pop(op) for op in ("waiting", "idle", "bubble") if op in classes}
+@pytest.mark.parametrize(("plan", "slower"), [("tp=2", 1.0), ("tp=2", 1.5), ("pp=2", 1.0)])
+def test_a_trace_of_the_prediction(tmp_path, plan, slower):
+    expected = mw.estimate(*JOB[:2], plan, batch=2, seq=512)
+    classes = _classes(tmp_path, plan)
+    idle = {op: classes.pop(op) for op in ("waiting", "idle") if op in classes}
+    assert idle.get("waiting", 0.0) >= expected.time_s["bubble"]
     _played(tmp_path, classes, slower)
-    found = mw.explain(tmp_path, *JOB, batch=2, seq=512)
+    found = mw.explain(tmp_path, *JOB[:2], plan, batch=2, seq=512)
     _sums_up(found)
     assert found.predicted_s == pytest.approx(expected.step_s)
     for row in found.classes:

@@ -4,13 +4,14 @@ Both sides are split into the same classes, and both sum to their step:
 
     matmul, attention, optimizer, other kernels     the device computes
     all_reduce, all_gather, ...                     transfers that no compute hides
-    waiting                                         for the last rank of a collective
-    copies, idle                                    host late, pipeline bubbles, everything else
+    waiting                                         for the last rank of a collective, in a pipeline's bubble
+    copies, idle                                    host late, everything else
 
-The prediction is the ledger of an estimate: an op is a matmul if it does more than 16 FLOP a byte, which no
-elementwise op does; gradients that are reduced, scattered and gathered again are all-reduced. The measurement
-is the mean over ranks and steps; a kernel belongs to the class that its name tells, and kernels that run at
-the same time share that time. Exposed transfer is divided among the collectives by their time on the wire.
+The prediction is the ledger of an estimate, of a pipeline the mean over the stages that the ranks are of: an
+op is a matmul if it does more than 16 FLOP a byte, which no elementwise op does; gradients that are reduced,
+scattered and gathered again are all-reduced. The measurement is the mean over ranks and steps; a kernel
+belongs to the class that its name tells, and kernels that run at the same time share that time. Exposed
+transfer is divided among the collectives by their time on the wire.
 
 Within a class, work joins the ops of the estimate that look the same in a trace:
 
@@ -41,7 +42,7 @@ part that most often launches kernels of its name.
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -50,7 +51,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwise.core.columns import distinct_columns
-from meshwise.core.ledger import Ledger, shape_text
+from meshwise.core.ledger import shape_text
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import told
 from meshwise.core.units import duration
@@ -138,7 +139,8 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     mismatches = contradictions(summary, estimate) if estimate is not None else []
     is_predicted = estimate is not None and not mismatches
     measured = _measured(summary)
-    expected = list(_predicted(estimate.ledger)) if estimate is not None and is_predicted else []
+    ranks = summary.traces.ranks
+    expected = list(_predicted(estimate, ranks)) if estimate is not None and is_predicted else []
     seconds, expected_seconds = (_sums((one.of, one.seconds) for one in of) for of in (measured, expected))
     of_both = {**seconds, **expected_seconds}
     pairs = ((of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in of_both)
@@ -192,15 +194,20 @@ def _class_of_kernel(name: str) -> str:
     return named_by(_PATTERNS["classes"], name) or _UNNAMED
 
 
-def _predicted(ledger: Ledger) -> Iterator[_StepWork]:
-    """Seconds of each op in the step of an estimate; the halves of an all-reduce of gradients are one."""
-    of_gradients = [row for row in ledger.rows() if row["op"].endswith("gradients")]
+def _predicted(estimate: Estimate, ranks: Sequence[int]) -> Iterator[_StepWork]:
+    """Seconds of each op in the step of an estimate, the mean over the stages of a pipeline that `ranks` are.
+
+    The halves of an all-reduce of gradients are one.
+    """
+    rows, num_like = [*estimate.ledger.rows()], Counter(map(estimate.rank_like, ranks))
+    of_gradients = [row for row in rows if row["op"].endswith("gradients")]
     halves = {row["op"] for row in of_gradients if row["collective"] == "all_gather"}
-    for row in ledger.rows():
+    for row in rows:
         if row["op"] in halves:
             row = {**row, "collective": "all_reduce"}
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
-        yield _StepWork(_looks_of_op(row), place, row["count"] * (row["time_s"] or 0.0))
+        count = row["count"] * num_like[row["rank"]] / len(ranks)
+        yield _StepWork(_looks_of_op(row), place, count * (row["time_s"] or 0.0))
 
 
 def _looks_of_op(row: Mapping[str, Any]) -> Looks:
