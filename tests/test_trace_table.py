@@ -5,11 +5,12 @@ from dataclasses import asdict
 import pytest
 
 from data_tables import TRACES, table
-from kineto import all_reduce, host, kernel, operator, summary_of, write_trace
+from kineto import all_reduce, host, kernel, launched, operator, summary_of, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.trace.breakdown import breakdown
+from meshwise.trace.difference import difference
 from meshwise.trace.events import Kind, collective_kind, kind_of
-from meshwise.trace.operators import joint_sections, kernel_changes, kernel_totals, kernels_of
+from meshwise.trace.operators import joint_sections, kernel_totals, kernels_of
 from meshwise.trace.operators import operator_totals as totals
 from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger
@@ -105,13 +106,25 @@ def test_section_holds_its_communication(tmp_path):
     assert joint["MoELayer", "cpu"].straggler == 0 and joint["MoELayer", "cpu"].min_s == pytest.approx(50e-6)
 
 
-def test_differences_add_up(tmp_path):
-    before = summarize_paths([write_trace(tmp_path / "a.json", _gpu_events(), 0)])
-    events = [*_gpu_events(1.5), kernel("new", 900, 5)]
-    after = summarize_paths([write_trace(tmp_path / "b.json", events, 0)])
-    rows = {row.name[:4]: row for row in kernel_changes(before.kernels, after.kernels)}
-    assert rows["gemm"].change_s == pytest.approx(30e-6) and rows["new"].count_before == 0
-    assert sum(row.change_s for row in rows.values()) == pytest.approx(35e-6)
+def test_differences_are_of_a_step_of_the_mean_rank(tmp_path):
+    """4 steps on 1 rank, then 7 on 2, in which the matmul takes 10 us more, and a kernel of 5 us is new."""
+    sides = []
+    for num_ranks, num_steps, slower in ((1, 4, 0), (2, 7, 1)):
+        events = []
+        for i in range(num_steps):
+            events.append(host("user_annotation", f"ProfilerStep#{i}", 1000 * i, 1000))
+            events += launched("gemm", 1000 * i, 1000 * i + 1, 60 + 10 * slower, 2 * i + 1)
+            events += launched("new", 1000 * i, 1000 * i + 80, 5, 2 * i + 2) * slower
+        (tmp_path / f"{num_ranks}").mkdir()
+        sides.append(summary_of(tmp_path / f"{num_ranks}", [events] * num_ranks))
+    found = difference(*sides)
+    changes = {row.name: (row.count_after, round(1e6 * row.change_s, 6)) for row in found.kernels}
+    assert changes == {"gemm": (1, 10), "new": (1, 5)} and found.num_steps == [3, 6]
+    assert found.step_s == [pytest.approx(1e-3)] * 2
+    assert sum(row.change_s for row in found.classes) == pytest.approx(0, abs=1e-12)
+    sides[0] = summarize_paths([write_trace(tmp_path / "b.json", [kernel("gemm", 0, 9)], 0)])
+    whole = difference(*sides)  # one side marks no steps
+    assert whole.num_steps == [0, 0] and whole.step_s == [pytest.approx(9e-6), pytest.approx(6084e-6)]
 
 
 def test_profile_is_a_ledger(tmp_path):

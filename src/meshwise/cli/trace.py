@@ -217,25 +217,21 @@ def table(found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", limit: Count 
 
 
 def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: Count = 15) -> None:
-    """Show what changed between two jobs or two traces. What the ranks did in sum, kernels, and who is late.
+    """Show what changed between two jobs or two traces. A step of the mean rank, kernels, and who is late.
 
     Args:
         paths: Two trace files or folders, the earlier one first.
     """
     from meshwise.report.trace import change_parts
-    from meshwise.trace.operators import kernel_changes
+    from meshwise.trace.difference import difference
 
     refuse("difference of traces", DataError, num=len(paths))
     with on_nodes(ray, "ranks"):
         old, new = (_summarized([path]) for path in paths)
-    rows = kernel_changes(old.kernels, new.kernels)
-    document = {"kernels": [asdict(row) | {"change_s": row.change_s} for row in rows]}
-    document |= {
-        "before": old.rank_rows(),
-        "after": new.rank_rows(),
-        "findings": [*map(asdict, new.findings)],
-    }
-    print_answer(document, change_parts(old, new, rows, limit), json=json)
+        found = difference(old, new)
+    rows = {"before": old.rank_rows(), "after": new.rank_rows(), "findings": [*map(asdict, new.findings)]}
+    document = asdict(found) | rows
+    print_answer(document, change_parts(old, new, found, limit), json=json)
 
 
 def ledger(

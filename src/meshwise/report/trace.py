@@ -18,11 +18,12 @@ from meshwise.report.table import TABLES, Table, bar, difference_text, records_t
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath, critical_path
+from meshwise.trace.difference import StepChange, StepDifference
 from meshwise.trace.explain import Explanation, OpDifference
 from meshwise.trace.findings import Finding
 from meshwise.trace.intervals import covered
 from meshwise.trace.memory import MemoryPeak, memory_peaks, timeline
-from meshwise.trace.operators import AcrossRanks, KernelChange, OperatorTotal, joint_sections
+from meshwise.trace.operators import AcrossRanks, OperatorTotal, joint_sections
 from meshwise.trace.rates import Bandwidth, OpRate, bandwidths, op_rates
 from meshwise.trace.summary import Summary, all_sections
 
@@ -135,16 +136,17 @@ def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, li
     return records_table(title, ordered[:limit], columns, cpu_s_in_all=cpu_s or 1.0, device_s_in_all=device_s)
 
 
-def change_parts(old: Summary, new: Summary, rows: Sequence[KernelChange], limit: int) -> Iterator[Section]:
-    """Who is late now, what the mean rank spends its time on, and kernels; the last row is their sum."""
+def change_parts(old: Summary, new: Summary, found: StepDifference, limit: int) -> Iterator[Section]:
+    """Who is late now, and the time of the mean rank before and after, by class of work and by kernel."""
     yield f"After: {headline(new.findings)}"
-    means = (np.mean([[*one.seconds.values()] for one in of.partitions], axis=0) for of in (new, old))
-    more_s = zip(PARTS, np.subtract(*means).tolist(), strict=True)
-    yield "The mean rank: " + ", ".join(f"{part} {difference_text(seconds)}" for part, seconds in more_s)
-    counts = (sum(row.count_before for row in rows), sum(row.count_after for row in rows))
-    totals_s = (sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows))
-    every = KernelChange("all", "", *counts, *totals_s)
-    yield records_table("Kernels, before and after", [*rows[:limit], every], TABLES["changes"])
+    what, (before_s, after_s) = "a step" if any(found.num_steps) else "the whole capture", found.step_s
+    sides = zip((old, new), found.num_steps, strict=True)
+    before, after = (f"ranks: {len(of.ranks)}, steps: {num or 'not marked in both'}" for of, num in sides)
+    times = f"{duration(after_s)} ({after}), {duration(before_s)} before ({before})"
+    yield f"{sentence(what)} takes the mean rank {times}.\n"
+    classes = [*found.classes, StepChange("in all", "", before_s, after_s, 1, 1, after_s - before_s)]
+    for title, rows in (("Time", classes), ("Kernels", found.kernels[:limit])):
+        yield records_table(f"{title} of {what}, the mean rank", rows, TABLES[f"changes of {title.lower()}"])
 
 
 def path_table(found: CriticalPath, *, limit: int) -> Table:

@@ -261,17 +261,24 @@ def _class_of_collective(kind: str) -> str:
     return "send_recv" if kind in POINT_TO_POINT else kind
 
 
-def _measured(summary: Summary) -> list[_StepWork]:
-    """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span.
+def measured_steps(summary: Summary) -> list[int]:
+    """The numbers of the steps that are measured.
 
     A step ends where the work of the next one begins, so the last of many only ends the one before. Where no
-    step is whole, or some were chosen, all of the work counts.
+    step is whole, or some were chosen, there are none: all of the work counts.
     """
-    numbers, whole = sorted({step.number for step in summary.steps}), whole_steps(summary.steps)
-    num_steps, steps, following = len(numbers) or 1, "", ""
-    if whole and summary.traces[0].selected is None:
-        whole = whole[:-1] if len(whole) > 2 and whole[-1] == numbers[-1] else whole
-        num_steps, steps = len(whole), f"{whole[0]}-{whole[-1]}"
+    whole, last = whole_steps(summary.steps), max((step.number for step in summary.steps), default=0)
+    if summary.traces[0].selected is not None:
+        return []
+    return whole[:-1] if len(whole) > 2 and whole[-1] == last else whole
+
+
+def _measured(summary: Summary) -> list[_StepWork]:
+    """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
+    numbers, whole = {step.number for step in summary.steps}, measured_steps(summary)
+    num_steps, steps, following = len(whole or numbers) or 1, "", ""
+    if whole:
+        steps = f"{whole[0]}-{whole[-1]}"
         following = str(whole[-1] + 1) if whole[-1] + 1 in numbers else ""
     calls: dict[int, _Calls] = defaultdict(list)
     for one in summary.collectives:

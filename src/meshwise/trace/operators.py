@@ -12,10 +12,8 @@ A *section* is a `record_function` name. Its work is what was launched while it 
 thread, so the communication of a section is in it, split as in `collectives`: transfer, and waiting for
 the last rank. Sections nest; the outer one holds the inner one's numbers too.
 
-Of kernels there is a table of its own over all ranks or one, by name, and one of what changed between two
-sets of traces. On a rank without a device, operators stand for kernels, each without the operators that it
-calls. A kernel that only one set has stands with a zero on the other side, so changes add up to that of the
-totals.
+Of kernels there is a table of its own over all ranks or one, by name. On a rank without a device, operators
+stand for kernels, each without the operators that it calls.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -249,31 +247,3 @@ def kernel_totals(found: Iterable[tuple[str, KernelTotal]]) -> list[KernelTotal]
         share_frac = total_s / whole_s if whole_s else 0.0
         totals.append(KernelTotal(*key, count, total_s, total_s / count, *ends_s, share_frac))
     return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))
-
-
-@dataclass(frozen=True, slots=True)
-class KernelChange:
-    """One kernel before and after; totals over all ranks."""
-
-    name: str
-    kind: str
-    count_before: int
-    count_after: int
-    total_before_s: float
-    total_after_s: float
-
-    @property
-    def change_s(self) -> float:
-        """Seconds after minus seconds before."""
-        return self.total_after_s - self.total_before_s
-
-
-def kernel_changes(before: Sequence[KernelTotal], after: Sequence[KernelTotal]) -> list[KernelChange]:
-    """Every kernel of either side, the largest change (up or down) first."""
-    old, new = ({(k.name, k.kind): k for k in side} for side in (before, after))
-    rows = []
-    for key in old.keys() | new.keys():
-        sides = [(side[key].count, side[key].total_s) if key in side else (0, 0.0) for side in (old, new)]
-        counts, totals_s = zip(*sides, strict=True)
-        rows.append(KernelChange(*key, *counts, *totals_s))
-    return sorted(rows, key=lambda row: (-abs(row.change_s), row.name))
