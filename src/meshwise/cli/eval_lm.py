@@ -101,9 +101,9 @@ def _time(chip: str, key: str, row: dict[str, Any], tokens: float = 1) -> str:
 
 
 def _what_ifs(rows: list[dict[str, Any]]) -> Iterator[Table]:
-    yield records_table("what if (one pass, one rank)", rows, TABLES["what-ifs"], no_wrap=False)
+    yield records_table("what if (one pass, one rank)", rows, TABLES["what-ifs"])
     times = {"": "name", **{chip: f"time_on({chip!r}, 'total_s', row)" for chip in rows[0]["fits"]}}
-    yield records_table("what if: the time on other chips", rows, times, no_wrap=False, time_on=_time)
+    yield records_table("what if: the time on other chips", rows, times, time_on=_time)
 
 
 def _programs(programs: dict[str, dict[str, Any]]) -> Iterator[Table]:

@@ -56,5 +56,4 @@ def _plan_keys() -> list[dict[str, Any]]:
 
 def catalog_table(what: str, rows: list[dict[str, Any]]) -> Table:
     """One part of the catalog; `--json` has every field and the sources."""
-    left = ("name", "generation", "chip", "links", *TABLES["plan"])
-    return records_table("", rows, TABLES[what], left=left, no_wrap=False, parameters=parameters)
+    return records_table("", rows, TABLES[what], parameters=parameters)

@@ -11,9 +11,7 @@ from meshwise.report.table import TABLES, records_table
 def parts(found: CollectiveTimes) -> Iterator[Section]:
     """A row a size, and the measured times where there are any."""
     times, measured_s = found
-
-    names = {"measured_s": measured_s, "binary": _binary}
-    yield records_table("", times, TABLES["sizes"], left=("algorithm",), no_wrap=False, **names)
+    yield records_table("", times, TABLES["sizes"], measured_s=measured_s, binary=_binary)
     if measured_s:
         yield f"measured of groups of {found.ranks:,} ranks"
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")

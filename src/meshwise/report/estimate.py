@@ -238,7 +238,7 @@ def stage_table(estimate: Estimate) -> Table | None:
         return None
 
     title, stages = "pipeline stages (one microbatch)", estimate.step.stages
-    return records_table(title, stages, TABLES["stages"], left=(), no_wrap=False)
+    return replace(records_table(title, stages, TABLES["stages"]), left=())
 
 
 def _title(estimate: Estimate) -> str:
@@ -421,8 +421,8 @@ def ledger_parts(ledger: Ledger) -> Iterator[Table]:
     """The columns of a ledger that say something, its names first."""
     used = ledger.used_columns()
     ordered = sorted(used, key=lambda name: name not in ("module", "op", "phase"))
-    columns = {name: f"short({name})" if name in TEXT_COLUMNS else name for name in ordered}
-    yield records_table("", ledger.rows(), columns, left=TEXT_COLUMNS)
+    columns = {name: f"<short({name})" if name in TEXT_COLUMNS else name for name in ordered}
+    yield records_table("", ledger.rows(), columns, no_wrap=True)
 
 
 def _cells(row: Mapping[str, Any], bound: str) -> tuple[str, ...]:

@@ -49,12 +49,10 @@ def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
     flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
     if exchanged := outcome.collectives():
-        title, left = f"Collectives of {step}", ("axis", "collective", "payload")
-        yield records_table(title, exchanged, TABLES["exchanged"], left=left, no_wrap=False)
+        yield records_table(f"Collectives of {step}", exchanged, TABLES["exchanged"])
     yield f"matmuls and attention of {step}: {flop}"
     if outcome.guesses:
-        title, left = "What a fake rank cannot know", ("where", "asked for", "got")
-        yield records_table(title, outcome.guesses, TABLES["guesses"], left=left, no_wrap=False)
+        yield records_table("What a fake rank cannot know", outcome.guesses, TABLES["guesses"])
 
 
 def difference_parts(comparison: Comparison) -> Iterator[Section]:

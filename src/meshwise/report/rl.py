@@ -74,8 +74,7 @@ def _phases(answer: RlAnswer) -> Chart:
 
 def _candidates(steps: Sequence[RlStep], front: Sequence[RlStep] = ()) -> Table:
     """A row for each candidate; those of the front are marked."""
-    left = ("mode", "engine", "plan")
-    return records_table("Candidates", steps, TABLES["candidates"], left=left, no_wrap=False, in_front=front)
+    return records_table("Candidates", steps, TABLES["candidates"], in_front=front)
 
 
 def _names(steps: Sequence[RlStep]) -> Iterator[str]:
@@ -95,5 +94,5 @@ def log_parts(found: RlExplanation) -> Iterator[Section]:
     step_s = found.step.step_s if found.step else None
     rows.append({"phase": "step", "measured_s": found.log.step_s, "predicted_s": step_s})
     yield f"{found.log.num_steps} steps"
-    yield records_table("", rows, TABLES["step log"], no_wrap=False)
+    yield records_table("", rows, TABLES["step log"])
     yield from found.findings

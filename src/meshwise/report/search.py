@@ -96,8 +96,7 @@ def page(
     rank = f"{_first(result)} of {result.plans_considered:,} plans"
     headline = f"{rank}: {_with_step(result, best, result.bases[0])} a step, MFU {best.mfu:.1%}"
     space, about = _space(result, result.sample(most), color, link), "Pareto front: less memory costs time"
-    names: dict[str, Any] = {"link": link, "is_robust": result.robust}
-    pareto = records_table(about, result.pareto, TABLES["front"], no_wrap=False, **names)
+    pareto = records_table(about, result.pareto, TABLES["front"], link=link, is_robust=result.robust)
     counts, answers, plans, *others = parts(result, shown=link, budget=budget)
     return Page(title, headline, [answers, plans, space, *others, pareto, counts])
 
@@ -157,8 +156,7 @@ def _with_step(result: Result, found: Estimate, of: Basis) -> str:
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
     found = [{"of": of, "basis": basis} for of, basis in zip(result.best, result.bases, strict=True)]
-    names = {"shown": shown, "largest_cost": largest_cost}
-    return records_table("", found, TABLES["plans"], left=("plan",), no_wrap=False, **names)
+    return records_table("", found, TABLES["plans"], shown=shown, largest_cost=largest_cost)
 
 
 def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
@@ -176,8 +174,7 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _weighed(weighed: Sequence[Assumption]) -> Iterator[Section]:
-    left = ("if this were", "the best plan then")
-    yield records_table("assumptions", weighed, TABLES["assumptions"], left=left, no_wrap=False, inf=math.inf)
+    yield records_table("assumptions", weighed, TABLES["assumptions"], inf=math.inf)
     most = hurts_most(weighed)
     hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
     yield f"{most.name} hurts most: {hurt}"
@@ -224,14 +221,13 @@ def why_slower(found: Sequence[Reason]) -> Table:
         moved = [name for name, more in reason.more_s.items() if abs(more) > 0.1 * abs(reason.gain_s)]
         return ", ".join(f"{name} {difference_text(reason.more_s[name])}" for name in moved[:2])
 
-    title, left = "from the plan asked for to the best", ("change", "mostly")
-    return records_table(title, found, TABLES["reasons"], left=left, no_wrap=False, mostly=mostly)
+    return records_table("from the plan asked for to the best", found, TABLES["reasons"], mostly=mostly)
 
 
 def of_versions(found: Sequence[Version]) -> Table:
     """The same plan under several versions of software, and the best plan of each."""
     title = "the best plan under other versions of the software"
-    return records_table(title, found, TABLES["versions"], left=("plan",), no_wrap=False, first=found[0])
+    return records_table(title, found, TABLES["versions"], first=found[0])
 
 
 def why_none(result: Result) -> list[str]:

@@ -122,7 +122,7 @@ def _costs(answer: ServingAnswer) -> Iterator[Section]:
 
 def passes_table(document: Mapping[str, Any]) -> Table:
     """A row for each number of running sequences."""
-    return records_table("", document["passes"], TABLES["passes"], left=("largest part",), no_wrap=False)
+    return records_table("", document["passes"], TABLES["passes"])
 
 
 def _details(sizing: Sizing) -> Iterator[Section]:
@@ -150,8 +150,7 @@ def choices_table(choices: Sequence[dict[str, Any]], without: Sequence[str] = ()
         return " ".join(word for word in words if word) if layout else ""
 
     shown = {name: of for name, of in TABLES["choices"].items() if name not in without}
-    left = ("workers", "prefill\nworkers")
-    return records_table("", choices, shown, left=left, no_wrap=False, workers_text=workers)
+    return records_table("", choices, shown, workers_text=workers)
 
 
 def _load(load: LoadResult) -> Iterator[Section]:

@@ -189,21 +189,16 @@ def cell_text(name: str, value: Any) -> object:
 
 
 def records_table(
-    title: str,
-    records: Iterable[Any],
-    columns: Mapping[str, str],
-    *,
-    left: Collection[str] | None = None,
-    no_wrap: bool = True,
-    **names: Any,
+    title: str, records: Iterable[Any], columns: Mapping[str, str], *, no_wrap: bool = False, **names: Any
 ) -> Table:
     """A row for each of `records`: under each heading an expression of its fields and of `names`.
 
-    Columns that no record fills are left out, if there is any.
+    Columns with `<` before their expression are flush left (where there is none, the first one). Those that
+    no record fills are left out, if there is any.
     """
 
     def cell(one: _Record, of: str) -> object:
-        expression, _, form = of.partition(":")
+        expression, _, form = of.removeprefix("<").partition(":")
         value = value_of(expression, one)
         if form:
             return "" if value is None else format(value, form)
@@ -212,6 +207,7 @@ def records_table(
     records = [_Record(one, names) for one in records]
     cells = {heading: [cell(one, of) for one in records] for heading, of in columns.items()}
     filled = {name: column for name, column in cells.items() if not records or any(c != "" for c in column)}
+    left = [heading for heading, of in columns.items() if of.startswith("<")] or None
     return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left, no_wrap)
 
 

@@ -6,6 +6,7 @@ Below, the predicted step beside the measured one: a sentence, a bar for each cl
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from meshwise.trace.operators import AcrossRanks, OperatorTotal, joint_sections
 from meshwise.trace.rates import Bandwidth, OpRate, bandwidths, op_rates
 from meshwise.trace.summary import Summary, all_sections
 
+_lines = partial(records_table, no_wrap=True)
+"""A table of long names, a line a row."""
 NOTHING = "no rank, link or cause stands out"
 _NUM_HOLDERS = 8
 MANY_RANKS = 32
@@ -60,11 +63,11 @@ def summary_tables(summary: Summary, *, limit: int = 15, everything: bool = True
         yield _stragglers(summary, limit)
     if len(summary.ranks) <= MANY_RANKS:
         columns = TABLES["ranks"] | (TABLES["more of ranks"] if everything else {})
-        yield records_table("Where the time of each rank went", summary.rank_rows(), columns)
+        yield _lines("Where the time of each rank went", summary.rank_rows(), columns)
     elif summary.outliers:
         yield _outliers(summary, limit)
     title = f"The {min(limit, len(summary.kernels))} longest kernels of {len(summary.kernels)}, all ranks"
-    yield records_table(title, summary.kernels[:limit], TABLES["kernels"])
+    yield _lines(title, summary.kernels[:limit], TABLES["kernels"])
     if everything and len({step.number for step in summary.steps}) > 1:
         yield _steps(summary, limit)
     if everything and summary.collectives:
@@ -83,14 +86,14 @@ def _stragglers(summary: Summary, limit: int) -> Table:
     found = summary.stragglers
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
-    return records_table(title, shown, TABLES["stragglers"])
+    return _lines(title, shown, TABLES["stragglers"])
 
 
 def _outliers(summary: Summary, limit: int) -> Table:
     """What of many ranks stands out, and the median rank."""
     found = summary.outliers
     title = f"The {min(limit, len(found))} largest of {len(found)} differences of {len(summary.ranks)} ranks"
-    return records_table(title, found[:limit], TABLES["outliers"], left=("", "ranks"), ranks_text=ranks_text)
+    return _lines(title, found[:limit], TABLES["outliers"], ranks_text=ranks_text)
 
 
 def _steps(summary: Summary, limit: int) -> Table:
@@ -109,12 +112,12 @@ def _steps(summary: Summary, limit: int) -> Table:
 def _collectives(summary: Summary, limit: int) -> Table:
     longest = sorted(summary.collectives, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
     title = f"The {len(longest)} longest collectives of {len(summary.collectives)}"
-    return records_table(title, longest, TABLES["collectives"], left=("collective", "group"))
+    return _lines(title, longest, TABLES["collectives"])
 
 
 def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table:
     """Mean, largest and whose that is over the ranks, of each name and quantity."""
-    return records_table(title, rows[:limit], TABLES["across ranks"], left=("name", "quantity"))
+    return _lines(title, rows[:limit], TABLES["across ranks"])
 
 
 def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, limit: int) -> Table:
@@ -133,7 +136,7 @@ def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, li
     for name, is_known in known.items():
         columns |= TABLES[name] if is_known else {}
     ordered = sorted(rows, key=lambda row: -(row.cpu_s if sort_by == "cpu" else row.device_s))
-    return records_table(title, ordered[:limit], columns, cpu_s_in_all=cpu_s or 1.0, device_s_in_all=device_s)
+    return _lines(title, ordered[:limit], columns, cpu_s_in_all=cpu_s or 1.0, device_s_in_all=device_s)
 
 
 def change_parts(old: Summary, new: Summary, found: StepDifference, limit: int) -> Iterator[Section]:
@@ -146,34 +149,31 @@ def change_parts(old: Summary, new: Summary, found: StepDifference, limit: int) 
     yield f"{sentence(what)} takes the mean rank {times}.\n"
     classes = [*found.classes, StepChange("in all", "", before_s, after_s, 1, 1, after_s - before_s)]
     for title, rows in (("Time", classes), ("Kernels", found.kernels[:limit])):
-        yield records_table(f"{title} of {what}, the mean rank", rows, TABLES[f"changes of {title.lower()}"])
+        yield _lines(f"{title} of {what}, the mean rank", rows, TABLES[f"changes of {title.lower()}"])
 
 
 def path_table(found: CriticalPath, *, limit: int) -> Table:
     """What the path consists of."""
-    title, columns = f"The critical path through all ranks: {duration(found.span_s)}", TABLES["critical path"]
-    return records_table(title, found.pieces[:limit], columns, left=("on the path", "what"))
+    title = f"The critical path through all ranks: {duration(found.span_s)}"
+    return _lines(title, found.pieces[:limit], TABLES["critical path"])
 
 
 def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
     """The peaks of all ranks, and what was held at the largest."""
     most = max(found, key=lambda one: one.peak_bytes)
-    title, left = f"Held at the largest peak (rank {most.rank}, {most.device})", ("rank", "of", "in")
-    peaks = records_table("Memory at its peak", found[:limit], TABLES["memory peaks"], left=left)
-    return [peaks, records_table(title, most.holders[:_NUM_HOLDERS], TABLES["memory holders"])]
+    title = f"Held at the largest peak (rank {most.rank}, {most.device})"
+    peaks = _lines("Memory at its peak", found[:limit], TABLES["memory peaks"])
+    return [peaks, _lines(title, most.holders[:_NUM_HOLDERS], TABLES["memory holders"])]
 
 
 def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
     """What operators reach."""
-    left = ("operator", "shape", "dtype")
-    title = "Operators of known work"
-    return [records_table(title, found[:limit], TABLES["rates"], left=left, prefix="aten::")]
+    return [_lines("Operators of known work", found[:limit], TABLES["rates"], prefix="aten::")]
 
 
 def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
     """What collectives reach."""
-    left = ("collective", "group", "bytes")  # which together name a row
-    return [records_table("Collectives on the wire", found[:limit], TABLES["bandwidths"], left=left)]
+    return [_lines("Collectives on the wire", found[:limit], TABLES["bandwidths"])]
 
 
 # --- as a page -----------------------------------------------------------------------------------

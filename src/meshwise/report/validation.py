@@ -76,9 +76,9 @@ def group_tables(rows: Sequence[Prediction]) -> Iterator[Table]:
 
 def worst_table(rows: Sequence[Prediction], count: int) -> Table:
     """The `count` rows whose error is largest, with the largest parts of their prediction."""
-    known = sorted((row for row in rows if row.expressed), key=lambda row: -abs(row.error_frac or 0.0))
-    columns, names = TABLES["worst rows"], {"in_unit": quantity_text, "parts_text": _parts_text}
-    return records_table("", known[:count], columns, left=tuple(columns), no_wrap=False, **names)
+    known = (row for row in rows if row.expressed)
+    worst = sorted(known, key=lambda row: -abs(row.error_frac or 0.0))[:count]
+    return records_table("", worst, TABLES["worst rows"], in_unit=quantity_text, parts_text=_parts_text)
 
 
 def reasons_table(rows: Sequence[Prediction]) -> Table:
@@ -93,7 +93,7 @@ def asked_parts(validation: Validation) -> Iterator[Section]:
     """Earlier releases beside today, and what would mend the runs, where asked for; a sentence for none."""
     for name in held.ASKED:
         if (found := getattr(validation, name)) is not None:
-            yield records_table("", found, TABLES[name], no_wrap=False) if found else _NONE_OF[name]
+            yield records_table("", found, TABLES[name]) if found else _NONE_OF[name]
 
 
 def fits_text(rows: Sequence[Prediction]) -> str:
@@ -180,8 +180,7 @@ def _quantity_chart(quantity: str, validation: Validation) -> plot.Chart:
     why = f"; {others:,} rows have no prediction, for the reason in the table" if others else ""
     finding = f"{within:,} of {len(known):,} predictions are within 10 %{why}."
     ordered = sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
-    left, names = ("run", "source", "chip", "reason"), {"in_unit": quantity_text, "where": _where}
-    table = records_table("", ordered, TABLES["predictions"], left=left, no_wrap=False, **names)
+    table = records_table("", ordered, TABLES["predictions"], in_unit=quantity_text, where=_where)
     unit = "B" if quantity.endswith("bytes") else "s"
     is_wide = ends[1] > 10 * ends[0]  # less of a logarithmic axis has no number or one
     measured = plot.ChartAxis("measured", unit, log=is_wide, low=ends[0], high=ends[1])
@@ -211,7 +210,7 @@ def _where(source: str) -> PageLink:
 
 def op_parts(found: FitReport) -> Iterator[Section]:
     """The error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
-    yield records_table("", found.scores, TABLES["constants"], left=("constants", "chip"), no_wrap=False)
+    yield records_table("", found.scores, TABLES["constants"])
     if found.problems:
         first = found.problems[0].reason
         yield f"{len(found.problems)} rows could not be used; the first: {first}"
@@ -268,8 +267,7 @@ def server_parts(found: ServerFit) -> Iterator[Section]:
 
 def machine_parts(found: Calibration) -> Iterator[Section]:
     """What was measured of a machine."""
-    title, left = found.cluster.source, ("what", "shape", "dtype")
-    yield records_table(title, found.samples, TABLES["samples"], left=left, no_wrap=False)
+    yield records_table(found.cluster.source, found.samples, TABLES["samples"])
 
 
 def _constant(name: str, value: float) -> str:
