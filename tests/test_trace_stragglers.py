@@ -220,7 +220,25 @@ def test_steps_sum_to_what_they_hold(tmp_path_factory, num_steps, first, more):
         assert len(found.collectives) == count
     whole, *steps = every.ranks[0], *(one.breakdown for one in every.steps if one.breakdown.rank == 0)
     sums = np.sum([(one.compute_s, one.span_s) for one in steps], axis=0)  # times are rounded to ns
-    assert sums == pytest.approx([whole.compute_s, whole.span_s], abs=1e-7)
+    marked_s = whole.span_s + 5e-6  # the first mark is 5 us before the first kernel
+    assert sums == pytest.approx([whole.compute_s, marked_s], abs=1e-7)
+
+
+def test_work_that_runs_ahead_does_not_lengthen_its_step(tmp_path):
+    """The host is half a step ahead; each step's copy and gather run under the compute of the one before."""
+    events = []
+    for n in range(5):
+        events.append(host("user_annotation", f"ProfilerStep#{n}", 1000 * n, 990))
+        runs = [("Memcpy HtoD", 100, 300), ("ncclDevKernel_AllGather", 450, 100), ("gemm", 500, 1000)]
+        for k, (name, start, length) in enumerate(runs):
+            events += launched(name, 1000 * n + 10 + k, 1000 * n + start, length, 3 * n + k)
+    path = write_trace(tmp_path / "rank-0.json", events, 0)
+    steps = [one.breakdown for one in summarize_paths([path]).steps]
+    assert [one.span_s for one in steps[1:]] == [pytest.approx(1e-3)] * 4
+    assert [one.idle_s for one in steps[1:]] == [0.0] * 4
+    assert sum(one.compute_s for one in steps) == pytest.approx(5e-3)
+    chosen = summarize_paths([path], steps="2-3").ranks[0]
+    assert (chosen.span_s, chosen.idle_s) == (pytest.approx(2e-3), 0.0)
 
 
 def test_complete_as_holistic_trace_analysis(tmp_path):

@@ -45,6 +45,7 @@ from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Tra
 from meshwise.trace.intervals import (
     NO_SPANS,
     Spans,
+    clipped,
     covered,
     difference,
     intersection,
@@ -85,21 +86,32 @@ class RankWork:
     kind: NDArray[np.int8]
     """`COMPUTE`, `COMMUNICATION`, `MEMORY`, else `OTHER`, for each event."""
     spans: dict[Kind, Spans]
+    window: Spans
+    """From the start of the first to the end of the last, or that of chosen steps."""
 
 
 @once_a_trace
 def work(trace: Trace) -> RankWork:
-    """The work of a rank: its kernels where it has a device, else its operators and gloo transfers."""
-    if not trace.has_device:
-        return _host_work(trace)
-    kind = np.where(np.isin(trace.kind, DEVICE_KINDS), trace.kind, np.int8(Kind.OTHER))
-    if trace.selected is not None:
-        kind[~trace.selected] = Kind.OTHER
-    return RankWork(kind, {one: union(trace, np.flatnonzero(kind == one)) for one in DEVICE_KINDS})
+    """The work of a rank: its kernels where it has a device, else its operators and gloo transfers.
 
-
-def _host_work(trace: Trace) -> RankWork:
+    Of chosen steps, the events launched in them, and whatever runs in their window.
+    """
     selected = np.ones(len(trace), dtype=bool) if trace.selected is None else trace.selected
+    if trace.window is not None:
+        every = work(replace(trace, selected=None, window=None))
+        kind = np.where(selected, every.kind, np.int8(Kind.OTHER))
+        spans = {one: clipped(found, trace.window) for one, found in every.spans.items()}
+        return RankWork(kind, spans, trace.window)
+    if trace.has_device:
+        kind = np.where(np.isin(trace.kind, DEVICE_KINDS) & selected, trace.kind, np.int8(Kind.OTHER))
+        spans = {one: union(trace, np.flatnonzero(kind == one)) for one in DEVICE_KINDS}
+    else:
+        kind, spans = _host_work(trace, selected)
+    start, end = joined(*spans.values())
+    return RankWork(kind, spans, (start[:1], end[-1:]))
+
+
+def _host_work(trace: Trace, selected: NDArray[np.bool_]) -> tuple[NDArray[np.int8], dict[Kind, Spans]]:
     kind = np.full(len(trace), Kind.OTHER, dtype=np.int8)
     kind[(trace.kind == Kind.HOST_COMMUNICATION) & selected] = Kind.COMMUNICATION
     starts = trace.named(lambda name: name.startswith(STARTS_TRANSFER)) | compiling(trace)
@@ -119,7 +131,7 @@ def _host_work(trace: Trace) -> RankWork:
     awaited = joined(merged(trace.start_ns[moved], left), union(trace, started))
     compute = union(trace, np.flatnonzero(kind == Kind.COMPUTE))
     compute = joined(compute, difference(union(trace, np.flatnonzero(waits & selected)), awaited))
-    return RankWork(kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS})
+    return kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS}
 
 
 def union(trace: Trace, events: Ints) -> Spans:
@@ -130,18 +142,14 @@ def union(trace: Trace, events: Ints) -> Spans:
 
 def breakdown(trace: Trace) -> Breakdown:
     """The breakdown of one rank; all zero where the trace holds no work."""
-    return split(trace, work(trace).spans)
+    return split(trace, work(trace).window)
 
 
-def split(trace: Trace, spans: Mapping[Kind, Spans], since: float = np.inf, until: float = 0) -> Breakdown:
-    """The breakdown of what one rank did in `spans` (merged sets of intervals by kind).
-
-    The span begins at `since` [ns] at the latest, and ends no earlier than at `until`.
-    """
-    compute, communication, memory = (spans[kind] for kind in DEVICE_KINDS)
-    both = joined(compute, communication, memory)
-    begin, end = (both[0][0], both[1][-1]) if len(both[0]) else (until, until)
-    span, busy = int(max(end, until) - min(begin, since)), length(both)
+def split(trace: Trace, window: Spans) -> Breakdown:
+    """The breakdown of what one rank did in a window."""
+    found = work(trace).spans
+    compute, communication, memory = (clipped(found[kind], window) for kind in DEVICE_KINDS)
+    span, busy = length(window), length(joined(compute, communication, memory))
     hidden, total, own = length(intersection(compute, communication)), length(communication), length(compute)
     ns = {"span": span, "busy": busy, "idle": span - busy, "exposed_communication": total - hidden}
     ns |= {"compute": own, "communication": total, "memory": length(memory), "non_compute": busy - own}
@@ -196,18 +204,20 @@ def intervals(trace: Trace, wait_ns: Mapping[int, int]) -> RankIntervals:
     communication = np.flatnonzero(done.kind == Kind.COMMUNICATION)
     for event, wait in wait_ns.items():
         wait_end[event] += wait
+    begin, arrived, end = (times[communication] for times in (trace.start_ns, wait_end, end_ns))
+    of_others = difference(done.spans[Kind.COMMUNICATION], merged(begin, end))  # launched in no chosen step
     sets = {
         "compute": done.spans[Kind.COMPUTE],
-        "transfer": merged(wait_end[communication], end_ns[communication]),
+        "transfer": clipped(joined(merged(arrived, end), of_others), done.window),
         "memory": done.spans[Kind.MEMORY],
-        "wait": merged(trace.start_ns[communication], wait_end[communication]),
+        "wait": clipped(merged(begin, arrived), done.window),
     }
     taken = NO_SPANS
     spans: dict[str, Spans] = {}
     for part, found in sets.items():
         spans[part] = difference(found, taken)
         taken = joined(taken, found)
-    spans["idle"] = difference((taken[0][:1], taken[1][-1:]), taken)
+    spans["idle"] = difference(done.window, taken)
     return RankIntervals(trace.rank, spans, _causes(trace, spans["idle"]))
 
 
@@ -233,7 +243,7 @@ def with_calls(trace: Trace, wait_ns: Mapping[int, int]) -> tuple[Partition, dic
 
 def _causes(trace: Trace, idle: Spans) -> NDArray[np.int64]:
     """The cause of each idle stretch; unknown where the trace holds no launches of kernels."""
-    kernels = np.flatnonzero(work(trace).kind != Kind.OTHER)
+    kernels = trace.where(*DEVICE_KINDS)
     launcher = launchers(trace)[kernels]
     if not trace.has_device or not (launcher >= 0).any():
         return np.full(len(idle[0]), CAUSES.index("unknown"))

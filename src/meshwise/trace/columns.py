@@ -38,7 +38,7 @@ _ABOUT, _REASONS = "meshwise.trace", "meshwise.reasons"
 _MEMORY = tuple(field.name for field in fields(MemoryEvents))
 
 
-_BUILT = (*COLUMNS, "label_kind", "memory", "selected")
+_BUILT = (*COLUMNS, "label_kind", "memory", "selected", "window")
 _TOLD = {name: kind for name, kind in get_type_hints(Trace).items() if name not in _BUILT}
 """What of a trace is no column."""
 _About = msgspec.defstruct("_About", list(_TOLD.items()))

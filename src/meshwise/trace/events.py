@@ -162,6 +162,8 @@ class Trace:
     metadata: dict[str, Any] = field(default_factory=dict)
     selected: NDArray[np.bool_] | None = None
     """The events whose work counts (see `steps`); None for all."""
+    window: tuple[Ints, Ints] | None = None
+    """When chosen steps begin and end: whatever runs then counts as their time; None for when work runs."""
 
     @property
     def kind(self) -> NDArray[np.int8]:

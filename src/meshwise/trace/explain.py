@@ -264,8 +264,8 @@ def _class_of_collective(kind: str) -> str:
 def measured_steps(summary: Summary) -> list[int]:
     """The numbers of the steps that are measured.
 
-    A step ends where the work of the next one begins, so the last of many only ends the one before. Where no
-    step is whole, or some were chosen, there are none: all of the work counts.
+    What the host does after the work of the last of many shows in no kernel, so it is left out. Where no step
+    is whole, or some were chosen, there are none: all of the work counts.
     """
     whole, last = whole_steps(summary.steps), max((step.number for step in summary.steps), default=0)
     if summary.traces[0].selected is not None:
@@ -275,17 +275,15 @@ def measured_steps(summary: Summary) -> list[int]:
 
 def _measured(summary: Summary) -> list[_StepWork]:
     """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
-    numbers, whole = {step.number for step in summary.steps}, measured_steps(summary)
-    num_steps, steps, following = len(whole or numbers) or 1, "", ""
-    if whole:
-        steps = f"{whole[0]}-{whole[-1]}"
-        following = str(whole[-1] + 1) if whole[-1] + 1 in numbers else ""
+    whole = measured_steps(summary)
+    num_steps = len(whole or {step.number for step in summary.steps}) or 1
+    steps = f"{whole[0]}-{whole[-1]}" if whole else ""
     calls: dict[int, _Calls] = defaultdict(list)
     for one in summary.collectives:
         looks = _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
         for rank, event in one.events.items():
             calls[rank].append((looks, one.wire_s, event))
-    of_rank = partial(_spent, steps=steps, following=following)
+    of_rank = partial(_spent, steps=steps)
     found = summary.traces.each(of_rank, marks(summary.traces), calls, waits_ns(summary.collectives))
     num = num_steps * len(found)
     sums = _sums(itertools.chain(*(one.items() for one in found)))
@@ -293,16 +291,11 @@ def _measured(summary: Summary) -> list[_StepWork]:
 
 
 def _spent(
-    trace: Trace, marked: Marks, calls: _Calls, wait_ns: Mapping[int, int], *, steps: str, following: str
+    trace: Trace, marked: Marks, calls: _Calls, wait_ns: Mapping[int, int], *, steps: str
 ) -> dict[Looks, float]:
-    """Seconds of one rank by looks in `steps`, which the step `following` ends; all of its work for none."""
+    """Seconds of one rank by looks in `steps`; all of its work for none."""
     inside = chosen_steps(trace, marked, steps) if steps else trace
     parts = intervals(inside, wait_ns).partition.seconds
-    if following:
-        last = [int(end[-1]) for _, end in work(inside).spans.values() if len(end)]
-        then = work(chosen_steps(trace, marked, following)).spans.values()
-        first = [int(start[0]) for start, _ in then if len(start)]
-        parts["idle"] += max(min(first, default=0) - max(last, default=0), 0) / 1e9
     chosen = (one for one in calls if inside.selected is None or inside.selected[one[2]])
     wire = _sums((looks, wire_s) for looks, wire_s, _ in chosen)
     whole_s = sum(wire.values())

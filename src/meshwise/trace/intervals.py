@@ -40,6 +40,15 @@ def intersection(a: Spans, b: Spans) -> Spans:
     return _overlaid(a, b, 3)
 
 
+def clipped(spans: Spans, window: Spans) -> Spans:
+    """What of a merged set lies in a window: one interval, or none."""
+    if not len(window[0]):
+        return NO_SPANS
+    (begin,), (end,) = window
+    inside = slice(np.searchsorted(spans[1], begin, "right"), np.searchsorted(spans[0], end))
+    return np.maximum(spans[0][inside], begin), np.minimum(spans[1][inside], end)
+
+
 def difference(a: Spans, b: Spans) -> Spans:
     """What of `a` lies outside `b`, merged."""
     return _overlaid(a, b, 1)

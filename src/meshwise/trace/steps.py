@@ -6,9 +6,11 @@ section stands in that every rank ran equally often, but no more often than PyTo
 that is recorded; and if there are several, that which took longest in total. None inside an operator does
 (`## Call CompiledFxGraph ... ##`), which would begin a step within the work of another.
 
-A step lasts from its mark to the next one. Work belongs to the step in which it was launched: a kernel to
-that of its launching call, an operator to that in which it begins, idle time to that in which it lies. What
-was launched before the first mark (or before the profiler began) is in no step, -1.
+A step lasts from its mark to the next one, and on a device from the end of all work that was launched before
+its mark. So steps follow each other without overlap, and whatever runs in one counts as its time. An event
+belongs to the step in which it was launched: a kernel to that of its launching call, an operator to that in
+which it begins; a copy or a gather that runs ahead of its step hides in the time of the one before. What was
+launched before the first mark (or before the profiler began) is in no step, -1.
 """
 
 import re
@@ -20,10 +22,9 @@ import numpy as np
 
 from meshwise.core.errors import DataError
 from meshwise.core.refusals import refuse
-from meshwise.trace.breakdown import Breakdown, split, union, work
+from meshwise.trace.breakdown import Breakdown, split, work
 from meshwise.trace.columns import Traces
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
-from meshwise.trace.intervals import intersection
 from meshwise.trace.nesting import launchers, nearest, parents
 
 PROFILER_STEP = "ProfilerStep"
@@ -39,6 +40,11 @@ class Marks:
     number: Ints
     start_ns: Ints
     end_ns: Ints
+
+    @property
+    def bounds_ns(self) -> Ints:
+        """Where each step begins, and where the last one ends."""
+        return np.append(self.start_ns, self.end_ns[-1:])
 
     def step(self, time_ns: Ints) -> Ints:
         """The number of the step at each time, -1 before the first."""
@@ -127,15 +133,27 @@ def chosen_steps(trace: Trace, marked: Marks, steps: str) -> Trace:
         is_early = launched_ns(trace) < trace.start_ns[events].max()
         return replace(trace, selected=is_early & (is_launched | ~np.isin(trace.kind, DEVICE_KINDS)))
     first, last = _range(steps)
-    number = marked.step(launched_ns(trace))
-    if len(marked.number):
-        number[launched_ns(trace) >= marked.end_ns[-1]] = -1
-    selected = (number >= first) & (number <= last)
+    number = np.concatenate([[-1], marked.number, [-1]])
+    is_chosen = (number >= first) & (number <= last)
+    selected = is_chosen[np.searchsorted(marked.bounds_ns, launched_ns(trace), side="right")]
     if not selected.any():
         numbers = marked.number.tolist()
         about = {"steps": steps, "rank": trace.rank, "last": max(numbers, default=0)}
         refuse("steps", DataError, **about, numbers=numbers)
-    return replace(trace, selected=selected)
+    edges, chosen = step_edges(trace, marked), np.flatnonzero(is_chosen)
+    return replace(trace, selected=selected, window=(edges[chosen[:1] - 1], edges[chosen[-1:]]))
+
+
+def step_edges(trace: Trace, marked: Marks) -> Ints:
+    """When each step begins, and when the last one ends [ns].
+
+    At its mark; on a device no sooner than all that was launched before has ended.
+    """
+    edges, kernels = marked.bounds_ns, trace.where(*DEVICE_KINDS)
+    place = np.searchsorted(edges, launched_ns(trace)[kernels], side="right")
+    ended = np.zeros(len(edges) + 1, dtype=np.int64)
+    np.maximum.at(ended, place, trace.end_ns[kernels])
+    return np.maximum(edges, np.maximum.accumulate(ended)[:-1])
 
 
 def _range(steps: str) -> tuple[int, int]:
@@ -146,21 +164,13 @@ def _range(steps: str) -> tuple[int, int]:
 
 
 def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
-    """The breakdown of every marked step of one rank, by the work launched in it."""
-    done, number = work(trace), marked.step(launched_ns(trace))
-    rows, bounds, until = [], np.append(marked.start_ns, marked.end_ns[-1:]), np.inf
+    """The breakdown of every marked step of one rank in which work was launched."""
+    number, is_work = marked.step(launched_ns(trace)), work(trace).kind != Kind.OTHER
+    edges, rows = step_edges(trace, marked), []
     for place, step in enumerate(marked.number.tolist()):
-        inside = (number == step) & (done.kind != Kind.OTHER)
-        if trace.has_device:
-            events = {kind: np.flatnonzero(inside & (done.kind == kind)) for kind in DEVICE_KINDS}
-            spans = {kind: union(trace, of) for kind, of in events.items()}
-        else:
-            window = bounds[place : place + 1], bounds[place + 1 : place + 2]
-            spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
-        if inside.any():
-            ended = max(int(max(end[-1:], default=0)) for _, end in spans.values())
-            since, until = until, max(int(bounds[place + 1]), ended)
-            rows.append(RankStep(step, "whole", int(inside.sum()), split(trace, spans, since, until)))
+        if num_work := int((is_work & (number == step)).sum()):
+            window = edges[place : place + 1], edges[place + 1 : place + 2]
+            rows.append(RankStep(step, "whole", num_work, split(trace, window)))
     if len(rows) > 2:
         first, *middle, last = rows
         if first.breakdown.span_s > 1.2 * np.median([row.breakdown.span_s for row in rows[1:]]):
