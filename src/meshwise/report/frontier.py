@@ -13,7 +13,7 @@ from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section
 from meshwise.report.chart_picture import check_format, draw_picture
 from meshwise.report.html import write_page
-from meshwise.report.table import Table
+from meshwise.report.table import TABLES, Table, records_table
 
 EVERY = 5
 """Of the points of a curve every fifth is printed: two to a decade."""
@@ -150,16 +150,9 @@ def layer_parts(document: dict[str, Any]) -> Iterator[Section]:
 
 def curve_table(limits: Mapping[str, Any], name: str) -> Table:
     """The best run at each training compute: a row is one run."""
-    rows = [
-        (
-            f"{point['training_flop']:.1e}", f"{point['utilization']:.1%}",
-            with_prefix(point["devices"], "", 3), _degrees(point["plan"]), point["binds"], point["lost_to"],
-        )
-        for point in limits["curve"][::EVERY]
-        if point["plan"]
-    ]  # fmt: skip
-    columns = ("FLOP", "utilization", "devices", "plan", "binds", "lost to")
-    return Table(f"{name}: the best run at each training compute", columns, rows, columns[:1] + columns[3:])
+    points = [point for point in limits["curve"][::EVERY] if point["plan"]]
+    title = f"{name}: the best run at each training compute"
+    return records_table(title, points, TABLES["curve"], degrees=_degrees)
 
 
 def _degrees(plan: Mapping[str, float]) -> str:

@@ -355,12 +355,8 @@ def explain_parts(found: Explanation, *, limit: int = 15, everything: bool = Fal
     *problems, first = (sentence(text) + "." for text in found.findings[:above])
     yield from (*problems, first + "\n")
     yield _by_class(found)
-    rows = [(row.module, row.op, row.phase, *_times(row)) for row in found.rows if row.module]
-    if rows:
-        places = ("module", "op", "phase")
-        columns = (*places, "predicted", "measured", "difference")
-        shown = rows if everything else rows[:limit]
-        yield Table("Its ops that join", columns, shown, left=places, no_wrap=True)
+    if rows := [row for row in found.rows if row.module]:
+        yield _lines("Its ops that join", rows if everything else rows[:limit], TABLES["joined ops"])
     yield from (sentence(text) + "." for text in found.findings[above:])
 
 
