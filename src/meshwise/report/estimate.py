@@ -307,13 +307,7 @@ def _roofline(estimate: Estimate) -> plot.Chart:
     texts = [op + " bwd" * (phase == "backward") for op, phase in longest]
     colors = [_PHASES[phase][0] for _, phase in longest]
     marks.append(plot.Names(intensity[named], reached[named], texts, colors))
-    rows = [
-        (row["op"], row["phase"], row["shape"], f"{x:.3g}", with_prefix(y, "FLOP/s"), duration(row["time_s"]),
-         binds(row))
-        for row, x, y in zip(ops.rows(), intensity, reached, strict=True)
-    ]  # fmt: skip
-    columns = ("op", "phase", "shape", "FLOP/byte", "reached", "time", "binds")
-    bound = sum(share for share, row in zip(area, rows, strict=True) if row[-1] == "memory")
+    bound = sum(share for share, row in zip(area, ops.rows(), strict=True) if binds(row) == "memory")
     roofs = {f"{dtype}, {with_prefix(peak, 'FLOP/s')}": peak for dtype, peak in peaks.items()}
     chart = plot.roofline(
         "Roofline: the ops of one layer", marks, roofs, rate,
@@ -323,7 +317,7 @@ def _roofline(estimate: Estimate) -> plot.Chart:
         chart,
         finding=f"{bound:.0%} of the ops' time is bound by memory ({with_prefix(rate, 'B/s')}), the rest by "
         "compute; a mark's area is its time.",
-        table=Table("", columns, rows, left=("phase", "shape", "binds")),
+        table=records_table("", ops.rows(), TABLES["roofline"], binds=binds),
     )
 
 
