@@ -312,6 +312,22 @@ def test_messages_without_ends_tell_nothing(tmp_path):
     assert first.kind == "undecided" and not first.ranks and "cannot be told" in first.text
 
 
+@pytest.mark.parametrize("num_marks", [0, 1, 2])
+def test_layers_of_few_marked_steps_are_no_steps(tmp_path, num_marks):
+    """Rank 1 is late by 50 us in each of 24 layers: of one or two marked steps it is no proof."""
+    events = [[host("user_annotation", f"ProfilerStep#{n}", 2400 * n, 2390) for n in range(num_marks)]] * 2
+    for rank, layer in itertools.product(range(2), range(24)):
+        start = 200 * layer + 50 * rank
+        events[rank] = [*events[rank], kernel("gemm", 200 * layer, start + 100 - 200 * layer)]
+        events[rank].append(all_reduce(start + 100, 190 + 200 * layer - start - 100, 5000, [0, 1]))
+    first = summary_of(tmp_path, events, host_name="node").findings[0]
+    if num_marks:
+        assert first.kind == "undecided" and "longest for rank 1 (last in 24" in first.text
+        assert "fewer than 4 steps" in first.text
+    else:
+        assert "rank 1 is late in 23 of 23 rounds of coll" in first.text
+
+
 def test_calls_around_a_launch_name_what_the_kernel_does(tmp_path):
     """NCCL's kernel says SendRecv, its call all-to-all; two calls are too few, and who came last is told."""
     events = [[] for _ in range(4)]

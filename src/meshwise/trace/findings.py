@@ -44,6 +44,7 @@ _SLOW_LINK, _SLOW_LINK_OF_TWO = 0.8, 0.67
 _UNCERTAIN_LINK = "slow link or missing rank"
 _HOST_BOUND_FRAC = 0.1
 _EXPOSED_FRAC = 0.15
+_UNDECIDED_FRAC = 0.05
 _MOSTLY, _MOSTLY_INSIDE = 0.5, 0.8
 _KINDS = {"idle": "idle", "transfer": "slow transfer", "memory": "copies"}
 _SHARED_CORES = 0.8
@@ -149,7 +150,7 @@ def findings(
 
 def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
     """That nobody is named although ranks wait: steps are too few, or messages do not tell their ends."""
-    if reason and (waited_s := job.mean_s("wait")) >= _EXPOSED_FRAC * job.span_s:
+    if reason and (waited_s := job.mean_s("wait")) >= _UNDECIDED_FRAC * job.span_s:
         most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
         told = {"waited": duration(waited_s), "awaited": duration(most.awaited_s), "reason": reason}
         text = _TEXTS["few_steps"].format(most=most, **told)
@@ -173,12 +174,15 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     told = {"who": f"rank {slowest[0]} is" if len(slowest) == 1 else f"ranks {ranks_text(late.ranks)} are"}
     told |= {"cost": duration(cost_s), "each": duration(min(late.each_s, late.step_s))}
     told |= {"start": duration(late.start_s), "step": duration(late.step_s), "why": why}
-    told["at"] = f"step {late.steps[0]}, which" if late.steps else "the step that"
+    told["at"] = f"step {late.steps[0]}, which" if late.steps else "the round that"
+    told["unit"], several = ("step", "steps") if late.steps else ("round", _TEXTS["rounds"])
     told["which"] = f" ({ranks_text(late.steps)})" if late.steps and late.num_late < late.num_steps else ""
     if late.num_late == 1:
         is_why = job.more_s("idle", [*parts].index(slowest[0])) >= _MOSTLY * cost_s
         kind, told["why"] = "pause", f", {why}" if is_why else ""
-    text = _TEXTS["pause" if kind == "pause" else "late"].format(late=late, frac=cost_s / job.span_s, **told)
+    text = _TEXTS["pause" if kind == "pause" else "late"].format(
+        late=late, units=several, frac=cost_s / job.span_s, **told
+    )
     return job.finding(kind, text, cost_s, late.ranks)
 
 

@@ -69,7 +69,8 @@ def marks(traces: Traces) -> dict[int, Marks]:
     found = dict(zip(traces.ranks, traces.each(_sections), strict=True))
     names = set.intersection(*(set(one) for one in found.values())) if found else set()
     counts = {name: {len(one[name].number) for one in found.values()} for name in names}
-    counts = {name: num for name, num in counts.items() if len(num) == 1 and min(num) > 1}
+    least = {PROFILER_STEP: 1}  # of other sections one run is no step
+    counts = {name: num for name, num in counts.items() if len(num) == 1 and min(num) >= least.get(name, 2)}
     updates = [max(num) for name, num in counts.items() if name.startswith(_UPDATE)]
     usable = {name for name, num in counts.items() if max(num) <= min(updates, default=max(num))}
     usable = names.intersection([PROFILER_STEP]) or usable

@@ -33,9 +33,9 @@ half of the mean, if that is less.
 
 The first step of a job starts it and is left out. Ranks that share no collective, even through others, are
 judged apart; messages count as collectives, so that no stage of a pipeline looks late because it ends last.
-Where nothing marks the steps (see `steps`), they are the periods of the sequence of calls, or, where streams
-mix these, what lies between two calls of the rarest kind. One to eight of them are taken as a step, so that a
-rank which is late every second step is found too.
+Where nothing marks the steps (see `steps`), rounds of calls stand in: the periods of their sequence, or,
+where streams mix these, what lies between two calls of the rarest kind. One to eight steps or rounds are
+taken together, so that a rank which is late every second step is found too.
 
 Measured on synthetic jobs: tests/jobs.py.
 """
@@ -80,7 +80,7 @@ class LateRanks:
     ranks: tuple[int, ...]
     seconds: float
     steps: tuple[int, ...]
-    """The numbers of the steps in which they are late; empty where none are marked."""
+    """The numbers of the steps in which they are late; empty where rounds of calls stand in for them."""
     num_late: int
     """In how many of `num_steps` they are late; once is a pause."""
     num_steps: int
@@ -125,7 +125,7 @@ def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[
         late = [_late(views[0], one) for one in named if one.any()]
         stragglers += sorted(late, key=lambda one: one.seconds)[-1:]
         if not views:
-            reason = f"fewer than {MIN_STEPS + starts} steps of ranks {ranks_text(ranks)} were recorded"
+            reason = f"these are fewer than {MIN_STEPS + starts} steps of ranks {ranks_text(ranks)}"
     return stragglers, reason
 
 
@@ -134,7 +134,7 @@ def _views(ranks: tuple[int, ...], calls: Calls, starts: bool) -> Iterator[_Step
     marks, step = np.unique([one.step for one in calls], return_inverse=True)
     waits = np.array([(i, r, *alone) for i, one in enumerate(calls) for r, alone in one.alone_s.items()])
     num_steps = len(marks)
-    if is_marked := num_steps >= MIN_STEPS + starts:
+    if is_marked := bool(marks[-1] >= 0):
         yield _steps(ranks, calls, waits, step, starts)
     else:
         position, total = _positions(calls)
