@@ -104,8 +104,10 @@ OF_COMMAND = {"program", "ranks", "rank"}
 
 
 @pytest.mark.parametrize("words", FORMS)
-def test_json_and_python_and_the_table_agree(meshwise: Any, words: str) -> None:
-    """The document, the table of the command, and what a result says of itself in Python."""
+def test_json_and_python_and_the_table_agree(
+    meshwise: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The document, the table of the command, and what a result says of itself in Python, without colors."""
     if words.startswith("compare"):
         pytest.importorskip("torch")
     answer, shown = FORMS[words]
@@ -120,6 +122,8 @@ def test_json_and_python_and_the_table_agree(meshwise: Any, words: str) -> None:
     rows = list(shown(document))
     assert rows
     printed = meshwise(*words.split()).out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in repr(result)
     for text in (printed, repr(result)):
         for cells in rows:
             assert any(all(cell in line for cell in cells) for line in text.splitlines()), cells

@@ -85,7 +85,10 @@ def text_of(result: Any) -> str:
     from rich.console import Console
 
     file = io.StringIO()
-    print_parts(parts_of(result), Console(file=file, width=_WIDTH, highlight=False, markup=False))
+    console = Console(
+        file=file, width=_WIDTH, highlight=False, markup=False, color_system=None, force_jupyter=False
+    )
+    print_parts(parts_of(result), console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
 
 
