@@ -65,6 +65,21 @@ def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: A
     assert names["found"].step_s == expected.step_s
 
 
+def test_a_name_of_the_catalog_is_no_folder(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("llama3-8b", "Qwen/Qwen2.5-0.5B", "h100-80g-sxm:16", "mine"):
+        (tmp_path / folder).mkdir(parents=True)
+    for model, told in (
+        ("llama3-8b", "a step"),
+        ("Qwen/Qwen2.5-0.5B", "a step"),
+        ("mine,like=llama", "is a path"),
+    ):
+        found = ask(client, "explore", **JOB | {"model": model})
+        assert told in (found.get("headline") or found["error"])
+
+
 def test_a_pipeline_of_many_microbatches_is_drawn_with_fewer(client: TestClient) -> None:
     job = {"model": "gpt3-175b", "cluster": "a100-80g-sxm:512", "seq": "2048"}
     few = html(ask(client, "ops", **job, plan="pp=16", batch="2048"))

@@ -119,13 +119,19 @@ def _shorter(name: str) -> Iterator[str]:
 
 
 def find_preset(text: str) -> Model | None:
-    """The preset that `text` names, if there is one."""
+    """The preset that `text` names, if it is no path and there is one."""
+    if _is_path(text):
+        return None
     known, names = _by_letters(), (part for one in _readings(text) for part in _shorter(one))
     found = next((known[_letters(name)] for name in names if _letters(name) in known), None)
     if found is None:
         return None
     formats = [_FORMATS[word] for word in _readings(text)[-1].split("-") if word in _FORMATS]
     return replace(_preset(found), quantized=formats[-1]) if formats else _preset(found)
+
+
+def _is_path(text: str) -> bool:
+    return text.count("/") > 1 or text.endswith(".json") or text.startswith(("/", ".", "~"))
 
 
 def _exists(text: str) -> bool:
@@ -141,10 +147,9 @@ def find_model(text: str) -> Model:
     `path/config.json,like=llama` reads the config of a family that is not known as one that is.
     """
     text, _, like = text.partition(",like=")
-    is_name = text.count("/") <= 1 and not text.endswith(".json") and not text.startswith(("/", ".", "~"))
-    if is_name and not like and not ("/" in text and _exists(text)) and (preset := find_preset(text)):
+    if not like and not ("/" in text and _exists(text)) and (preset := find_preset(text)):
         return preset
-    if text.endswith(".json") or _exists(text) or text.count("/") > 1 or not is_name:
+    if _is_path(text) or _exists(text):
         return read_config(text, like)
     if like:
         raise ModelError(f"like={like} is for the path of a config.json, and {text!r} is none")

@@ -16,6 +16,8 @@ _FORMS = read_catalog("forms.toml")
 DEGREES: list[str] = _FORMS["degrees"]
 COUNTS: dict[str, Sequence[str]] = _FORMS["counts"]
 PASTED = ("config", "machine")
+MODELS = ("model", "draft_model", "reward_model", "teacher")
+"""Options that name a model."""
 _FOLDER = '<input type="file" webkitdirectory multiple data-folder="PLACE" aria-label="Choose a folder">'
 
 
@@ -97,7 +99,7 @@ def _choices(option: Option) -> Sequence[str]:
 
 
 def _suggested(name: str) -> Sequence[str]:
-    if name in ("model", "draft_model"):
+    if name in MODELS:
         return model_names()
     return [*cluster_names(), *(f"{chip}:8" for chip in chips())] if name.endswith("cluster") else ()
 

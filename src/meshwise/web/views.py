@@ -29,6 +29,7 @@ from meshwise.core.options import REQUIRED, Option, all_options, options_in, opt
 from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
+from meshwise.model.find import find_preset
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, plan_keys, plan_text
 from meshwise.published.frontier import OPTIONS
@@ -41,7 +42,7 @@ from meshwise.report.html import html_page, sections_html
 from meshwise.report.pages import page_of
 from meshwise.report.programs import as_written_text
 from meshwise.search.space import divisors
-from meshwise.web.forms import COUNTS, DEGREES
+from meshwise.web.forms import COUNTS, DEGREES, MODELS
 
 MOST_BYTES = 2**33
 """A dropped folder is no larger, nor than half of the room that the disk has."""
@@ -201,9 +202,10 @@ def _asked(view: str, state: State) -> dict[str, Any]:
         text = state.get(option.typed, "")
         if name not in pasted and not text and option.default is REQUIRED:
             raise WorkloadError(f"{view} needs {name}: {option.help}")
-        if option.kind not in (int, float) and name not in _FREE:
-            _check_name(text)
-        found[name] = option.value(text) if text else option.default
+        preset = find_preset(text) if name in MODELS else None
+        if preset is None and option.kind not in (int, float) and name not in _FREE:
+            _check_name(text, name in MODELS)
+        found[name] = preset or (option.value(text) if text else option.default)
     return found | pasted
 
 
@@ -211,9 +213,10 @@ _FREE = ("config", "machine", "path", "text")
 """Texts that name nothing that a verb would look up."""
 
 
-def _check_name(text: str) -> None:
-    """What the page shows is never read from a file that a field names."""
-    if "/" in text or text.endswith((".toml", ".json")) or os.path.lexists(text):
+def _check_name(text: str, is_model: bool) -> None:
+    """What the page shows is never read from a file that a field names, nor a model from a folder."""
+    is_folder = is_model and os.path.lexists(text.partition(",")[0])
+    if is_folder or re.search(r"/|\.(toml|json)\b", text):
         raise DataError(f"{text!r} is a path; the page takes names: paste the file, or use the command line")
 
 
