@@ -173,12 +173,18 @@ def test_every_view(page: Any, view: str) -> None:
         assert faults(page) == []
         assert runs_over(page) <= 0
         until(page, APART)  # no number of an axis lies on the next
+    for size in (WIDE, NARROW):
+        page.set_viewport_size(size)
+        until(page, FIT)
 
 
 ANSWER = "document.querySelector('#headline').getBoundingClientRect()"
 APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.querySelectorAll("g.xtick")]
   .map((text) => text.getBoundingClientRect()).sort((one, other) => one.left - other.left)
   .every((box, i, all) => !i || box.left >= all[i - 1].right))"""
+
+FIT = """[...document.querySelectorAll(".chart:has(.main-svg)")].every((chart) =>
+  chart.querySelector(".main-svg").clientWidth === chart.clientWidth)"""
 
 
 def runs_over(page: Any) -> float:
@@ -216,8 +222,24 @@ def test_a_change_is_priced_and_a_link_holds_all_of_it(page: Any) -> None:
     assert settled(page) == after
     page.click("[data-act=link]")
     assert page.evaluate("navigator.clipboard.readText()") == page.url
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { configurable: true })")  # as with --host
     page.click("[data-act=command]")
+    page.wait_for_selector("text=command copied")
+    page.evaluate("delete navigator.clipboard")
     assert page.evaluate("navigator.clipboard.readText()").startswith("meshwise estimate llama3-8b")
+
+
+@pytest.mark.parametrize(("view", "query", "told"), table("pages")["links"])
+def test_a_link_is_answered_whole_or_refused(page: Any, view: str, query: str, told: str) -> None:
+    assert told in show(page, view, f"model=llama3-8b&cluster=h100-80g-sxm:64&batch=256&seq=4096&{query}")
+    settled(page)
+    assert query.partition("=")[0] in page.url
+    page.reload()
+    assert told in settled(page)
+    if page.locator("#headline.error").count():
+        page.fill(f"#{view}-batch", "128")
+        page.keyboard.press("Tab")
+        page.wait_for_selector("#headline:not(.error)")
 
 
 def test_an_old_answer_is_dimmed_until_the_next(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,12 +56,12 @@ function draw(chart) {
   const { xaxis: axis, own: colors, ...rest } = (common ??= look());
   const text = chart.nextElementSibling.textContent.replace(OF_PAGE, (_, color) => `"${colors[color]}"`);
   const { data, layout } = JSON.parse(text);
-  const { height } = layout, margin = margins(data, layout), { l, r, t, b } = margin;
-  for (const [name, room] of [["x", chart.clientWidth - l - r], ["y", height - t - b]]) {
+  const { height } = layout, width = chart.clientWidth, margin = margins(data, layout), { l, r, t, b } = margin;
+  for (const [name, room] of [["x", width - l - r], ["y", height - t - b]]) {
     const values = data.flatMap((trace) => trace[name] || []), own = layout[`${name}axis`];
     layout[`${name}axis`] = { ...axis, ...ticks(own, values, Math.max(Math.floor(room / TICK_PX), 2)), ...own };
   }
-  const drawn = Plotly.react(chart, data, { ...rest, ...layout, margin }, PLOTLY);
+  const drawn = Plotly.react(chart, data, { ...rest, ...layout, margin, width }, PLOTLY);
   const rows = new Set([...chart.querySelectorAll(".legend .traces")].map((one) => Math.round(one.getBoundingClientRect().top)));
   const above = LEGEND_PX * Math.max(rows.size - 1, 0);
   chart.style.height = `${height + above}px`;

@@ -6,39 +6,48 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const EXPLORE = "explore", LIVE = [EXPLORE, "frontier", "accuracy"], RETRY_MS = 2000, LATE_MS = 200, PROGRESS_MS = 500;
 const PARTS = { [EXPLORE]: [EXPLORE, "ops"] }; // questions of a view that has several
 const due = new Set(); // charts that are still to be drawn
-let view = EXPLORE, pinned = {}, last = {}, running = null, told = "";
+let view = EXPLORE, pinned = {}, other = {}, last = {}, running = null, told = "";
 
 const form = (name = view) => $(`#form-${name}`);
 const fields = (name = view) => all("[name]", form(name));
 
 /** The form in the words of the command line: the keys of the plan as one text; what is empty is left out. */
 function state() {
-  const found = {}, plan = [];
+  const found = { ...other }, plan = other.plan ? [other.plan] : [];
   for (const field of fields()) {
     const value = field.value.trim();
     if (value && "key" in field.dataset) plan.push(`${field.name}=${value}`);
-    else if (value) found[field.name] = value;
+    else if (value) found[field.name] ??= value;
   }
   if (plan.length) found.plan = plan.join(",");
   return view === EXPLORE ? { ...found, ...pinned } : found;
 }
 
+/** Fill in the form; what its fields do not hold stays in `other`, for the server to judge. */
 function write(values) {
-  const plan = {};
-  for (const item of (values.plan || "").split(",").filter(Boolean)) {
-    const [key, value] = item.split("=");
-    [plan[key], plan.grid] = key === "layout" && value.includes(":") ? value.split(":") : [value, plan.grid];
-  }
+  const plan = (values.plan || "").replace(/\blayout=(\w+):/, "layout=$1,grid=").split(",").filter(Boolean);
+  other = { ...values };
   for (const field of fields()) {
-    const value = "key" in field.dataset ? plan[field.name] : values[field.name];
-    if (field.tagName === "SELECT" && value && !all("option", field).some((one) => one.value === value)) {
-      field.add(new Option(value, value));
-    }
-    const listed = field.tagName === "SELECT" || field.type === "range";
-    field.value = value ?? (listed ? field.dataset.default : "");
-    showValue(field);
+    if ("key" in field.dataset) {
+      const at = plan.findIndex((item) => item.startsWith(`${field.name}=`) && !item.endsWith("="));
+      fill(field, at < 0 ? undefined : plan.splice(at, 1)[0].slice(field.name.length + 1));
+    } else if (fill(field, values[field.name])) delete other[field.name];
   }
+  if (view !== EXPLORE) return;
   pinned = Object.fromEntries(Object.entries(values).filter(([name]) => name.startsWith("a.")));
+  for (const name of ["plan", ...Object.keys(pinned)]) delete other[name];
+  if (plan.length) other.plan = plan.join(",");
+}
+
+/** Whether `field` holds `value` now (undefined: what it holds by itself). */
+function fill(field, value) {
+  if (field.tagName === "SELECT" && value && !all("option", field).some((one) => one.value === value)) {
+    field.add(new Option(value, value));
+  }
+  const listed = field.tagName === "SELECT" || field.type === "range";
+  field.value = value ?? (listed ? field.dataset.default : "");
+  showValue(field);
+  return field.type !== "range" || field.value === value;
 }
 
 function showValue(field) {
@@ -201,10 +210,10 @@ async function offer(asked, signal) {
   }
 }
 
-function say(text) {
+function say(text, shownMs = 4000) {
   $("#said").textContent = text;
   clearTimeout(told);
-  told = setTimeout(() => ($("#said").textContent = ""), 4000);
+  told = setTimeout(() => ($("#said").textContent = ""), shownMs);
 }
 
 /** All files of a dropped entry, each with its path below it. */
@@ -232,8 +241,16 @@ async function send(files) {
   run();
 }
 
+/** Browsers have a clipboard for https and for this machine alone; elsewhere an older command copies. */
+async function toClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const put = (event) => event.preventDefault() || event.clipboardData.setData("text/plain", text);
+  addEventListener("copy", put, { once: true });
+  if (!document.execCommand("copy")) throw new Error(text);
+}
+
 const copy = (text, what) => !text ? say("there is nothing to copy: the plan is not valid")
-  : navigator.clipboard.writeText(text).then(() => say(`${what} copied`), () => say(text));
+  : toClipboard(text).then(() => say(`${what} copied`), () => say(text, 60000));
 
 const ACTS = {
   cancel() {
@@ -281,7 +298,7 @@ const ACTS = {
       text.textContent = file.text;
       text.tabIndex = 0;
       button.textContent = `Copy ${file.path}`;
-      button.onclick = () => copy(file.text, file.path);
+      button.onclick = () => copy(file.text, file.path).then(() => (button.textContent = $("#said").textContent));
       parts.push(head, button, text);
     }
     $("#launch-files").replaceChildren(...parts);
@@ -302,6 +319,7 @@ function open() {
   view = form(name) ? name : EXPLORE;
   const values = Object.fromEntries(new URLSearchParams(query || ""));
   delete values.v;
+  other = {};
   if (query) write(values);
   for (const one of all("form[data-view]")) one.hidden = one !== form();
   for (const link of all("nav a")) {
@@ -336,6 +354,7 @@ $("#skip").onclick = (event) => {
 $("#actions").onclick = $("#progress").onclick = (event) => ACTS[event.target.dataset.act]?.();
 $("#inputs").addEventListener("input", ({ target }) => {
   showValue(target);
+  other = {};
   if (LIVE.includes(view)) run();
 });
 $("#inputs").addEventListener("change", ({ target }) => {
