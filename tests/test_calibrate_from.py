@@ -1,10 +1,12 @@
 """A job's traces as a cluster: rates that were put in come back; noise and too few samples are refused."""
 
+import json
+
 import numpy as np
 import pytest
 
 import meshwise as mw
-from kineto import all_reduce, launched, operator, write_trace
+from kineto import all_reduce, launched, message, operator, write_trace
 from meshwise.calibrate.from_traces import calibrate_from
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import find_cluster
@@ -68,6 +70,23 @@ def test_ranks_of_a_host_share_its_way_out(tmp_path):
     assert inner.ranks == 2 and inner.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
     assert outer.bytes_per_s == pytest.approx(LINK / 2, rel=0.02) and outer.latency_s == pytest.approx(5e-6)
     assert (inner.name, outer.name) == ("nccl (assumed)", "nccl between hosts (latency assumed)")
+
+
+@pytest.mark.parametrize("has_messages", [True, False])
+def test_messages_tell_a_link_that_only_small_collectives_cross(tmp_path, meshwise, has_messages):
+    """A pipeline over two hosts: the norm of the gradients, of two bytes, is all that is reduced."""
+    _job(tmp_path, hosts="ab", sizes=(1,), way=lambda size: 30e-6)
+    for rank, kind in enumerate(("send", "recv") if has_messages else ()):
+        path = tmp_path / f"rank-{rank}.json"
+        trace = json.loads(path.read_text())
+        trace["traceEvents"] += [message(kind, 1e5 + 1000 * n, 400.0, 10**7, 1 - rank) for n in range(6)]
+        path.write_text(json.dumps(trace))
+    done = meshwise("calibrate", "--from", str(tmp_path), "-o", str(tmp_path / "my.toml"))
+    if has_messages:
+        (link,) = find_cluster(str(tmp_path / "my.toml")).levels
+        assert link.bytes_per_s == pytest.approx(LINK, rel=0.05)
+    else:
+        assert done.code == 2 and "2 bytes, too few to tell a bandwidth" in done.err
 
 
 def test_a_collective_lasts_until_its_last_rank_has_left(tmp_path):

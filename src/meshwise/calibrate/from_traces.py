@@ -5,10 +5,11 @@ the memory rate the same of elementwise operators. Bandwidth and latency of a li
 from the entry of a collective's last rank to the exit of the last, which add up to what a step pays where
 ranks leave one after the other (gloo); where hosts of several ranks meet, groups inside a host give the inner
 link (a copy's rate stands in where there are none) and the others, whose members on one host share its way
-out, the outer one. Calls of one size do not tell the latency, and that of presets stands in; the names of
-links say what is assumed. On ranks without a device, the time in which nothing of this ran (dispatch, small
-operators, late ranks) is what the host adds to each matrix op. Traces that show a rate only a few times, or
-whose calls differ too much for a median, are refused.
+out, the outer one. Where a link carries no large collective, messages between stages tell its bandwidth.
+Calls of one size do not tell the latency, and that of presets stands in; the names of links say what is
+assumed. On ranks without a device, the time in which nothing of this ran (dispatch, small operators, late
+ranks) is what the host adds to each matrix op. Traces that show a rate only a few times, or whose calls
+differ too much for a median, are refused.
 """
 
 import itertools
@@ -45,6 +46,8 @@ _MOST_TIMES_USUAL = 5.0
 _NUM_SAMPLES = 20
 _INSIDE_S, _BETWEEN_S = 0.9e-6, 5e-6
 """Latency of a hop inside a host (NVLink) and between hosts (InfiniBand), as presets have it."""
+_LEAST_BYTES = 1 << 16
+"""Calls on less take as long whatever the link's bandwidth is."""
 _IN_CACHE_BYTES = 1e6
 """Elementwise operators on less say nothing of the memory."""
 
@@ -148,17 +151,19 @@ def _links(
 
 
 def _wires(summary: Summary) -> dict[int, list[Bandwidth]]:
-    """Collectives alike, from the last entry to the last exit, by the members that share a host's way out.
+    """Calls alike, from the last entry to the last exit, by the members that share a host's way out.
 
     0: of groups inside a host.
     """
     hosts = {trace.rank: trace.host for trace in summary.traces}
     found: dict[int, list[Seen]] = defaultdict(list)
     for one in summary.collectives:
-        if one.name in COLLECTIVES and one.group_size and one.num_ranks > 1:
+        name = "send" if one.name == "send_recv" else one.name
+        if name in COLLECTIVES and one.group_size and one.num_ranks > 1:
             members = Counter(hosts[rank] for rank in one.wait_s)
             sharing = max(members.values()) if len(members) > 1 else 0
-            found[sharing].append(replace(one, wire_s=one.together_s, group=f"{one.group_size} ranks"))
+            group = f"{one.group_size} ranks"
+            found[sharing].append(replace(one, name=name, wire_s=one.together_s, group=group))
     return {sharing: bandwidths(calls) for sharing, calls in found.items()}
 
 
@@ -170,7 +175,12 @@ def _library(trace: Trace) -> str:
 
 
 def _fitted(name: str, wires: Sequence[Bandwidth], usual_s: float) -> Level:
-    """The link that explains these calls; its name says where they do not tell its latency."""
+    """The link that explains these calls; its name says where they do not tell its latency.
+
+    Messages stand in where no collective is large enough to tell a bandwidth.
+    """
+    collective = [one for one in wires if one.name != "send"]
+    wires = collective if any(one.bytes >= _LEAST_BYTES for one in collective) else wires
     calls = [_carried(name, one) for one in wires]
     weights = [one.count * one.wire_s**2 for one in wires]  # of absolute errors: they add up to a step
     num = sum(one.count for one in wires)
@@ -180,7 +190,8 @@ def _fitted(name: str, wires: Sequence[Bandwidth], usual_s: float) -> Level:
     links = (Link(speed, latency, math.inf),)
     wrong = [abs(float(collective_s(kind, size, n, links=links)) / time - 1) for kind, size, n, time in calls]
     error = float(np.average(wrong, weights=weights))
-    refuse("link of traces", DataError, name=name, error=error, most=_MAX_LINK_ERROR_FRAC)
+    told_of = {"speed": speed, "largest": max(one.bytes for one in wires), "least": _LEAST_BYTES}
+    refuse("link of traces", DataError, name=name, error=error, most=_MAX_LINK_ERROR_FRAC, **told_of)
     return Level(name=name + told, bytes_per_s=speed, latency_s=latency)
 
 
