@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from data_tables import GLOO4, table
 from jobs import Job, write_job
-from kineto import all_reduce, host, kernel, launched, operator, summary_of, write_trace
-from meshwise.machine.hardware import find_chip
+from kineto import all_reduce, host, kernel, launched, message, operator, summary_of, write_trace
+from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.trace.breakdown import CAUSES
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import length
@@ -133,6 +133,18 @@ def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path, meshwise):
     done = meshwise("trace", "bandwidth", str(tmp_path), "--cluster", "a100-80g-sxm:8", "--json")
     (row,) = done.document["collectives"]
     assert row["link_frac"] == pytest.approx(found.bus_bytes_per_s / 300e9) and row["predicted_s"] > 0
+
+
+def test_a_call_is_predicted_over_the_links_that_join_its_ranks(tmp_path):
+    """A message from 4 to 8 leaves the host as one from 0 to 8 does, though only four ranks lie between."""
+    events = [[kernel("gemm", 0, 5)] for _ in range(9)]
+    for number, (a, b) in enumerate(((0, 8), (4, 8), (0, 4))):
+        for rank, peer, kind in ((a, b, "send"), (b, a, "recv")):
+            events[rank].append(message(kind, 1000.0 * number, 700.0, 8_000_000, peer))
+    calls = summary_of(tmp_path, events, host_name="node").collectives
+    found = {row.group: row for row in bandwidths(calls, find_cluster("h100-80g-sxm:16"))}
+    assert found["4->8"].predicted_s == found["0->8"].predicted_s > 32e6 / 50e9
+    assert found["4->8"].link == found["0->8"].link and found["0->4"].predicted_s < 32e6 / 300e9
 
 
 def test_one_page_of_all(tmp_path, meshwise):

@@ -15,10 +15,10 @@ Collectives, by kind, group and size, against the links:
 
 Seconds on the wire are without the waiting for the last rank (see `collectives`), the median over the calls.
 The link is that of the cluster's innermost level that joins the whole group; `predicted_s` is what the cost
-model gives for the same call on that cluster.
+model gives for the same call on that cluster, of as many ranks in each block of the level inside it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -207,11 +207,13 @@ def _row(calls: Sequence[Collective], cluster: Cluster | None) -> Bandwidth:
     link, frac, predicted_s = "", None, None
     if cluster is not None and bus:
         ranks = sorted(one.wait_s)
-        level = next(level for level in cluster.levels if ranks[0] // level.ranks == ranks[-1] // level.ranks)
-        link, frac = level.name, bus / level.bytes_per_s
+        blocks, ends = [1.0, *(level.ranks for level in cluster.levels)], (ranks[0], ranks[-1])
+        at = next(at for at, block in enumerate(blocks[1:]) if ends[0] // block == ends[1] // block)
+        link, frac = cluster.levels[at].name, bus / cluster.levels[at].bytes_per_s
         kind = "send" if one.name == "send_recv" else one.name
         if kind in COLLECTIVES:
-            known, stride = cast(CollectiveKind, kind), float(ranks[1] - ranks[0])
+            sharing = max(Counter(rank // blocks[at] for rank in ranks).values())
+            known, stride = cast(CollectiveKind, kind), max(ranks[1] - ranks[0], blocks[at] / sharing)
             machine_s = machine(cluster, "fp32", overheads=NONE).collective_s
             predicted_s = float(machine_s(known, size, one.group_size or len(ranks), stride))
     rates = size / wire_s, bus, link, frac, predicted_s
