@@ -56,6 +56,11 @@ def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: A
     expected = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4,pp=2", batch=32, seq=4096)
     priced = ask(client, "explore", **JOB, plan="tp=4,pp=2", price="2")
     assert "a million tokens" in html(priced) and "--price 2" in priced["command"]
+    assert "mw.budget(price='2').run(found)" in priced["python"]
+    own = ask(client, "explore", **JOB | {"batch": "16", "seq": "64"}, config=CONFIG)
+    assert "estimate config.json" in own["command"] and own["needs"].endswith("as config.json")
+    drawn = ask(client, "explore", model="flux.1-dev", cluster="h100:1", kind="sampling", guidance="yes")
+    assert meshwise(*drawn["command"].split()[1:]).code == 0
     assert found["ok"] and f"{expected.memory_bytes['total'] / 1e9:.4g} GB" in found["headline"]
     words = found["command"].split()
     done = meshwise(*words[1:], "--json")

@@ -25,7 +25,7 @@ from meshwise import api
 from meshwise.core.each import HEARS, telling
 from meshwise.core.errors import DataError, MeshwiseError, ModelError, WorkloadError
 from meshwise.core.files import parse_text
-from meshwise.core.options import REQUIRED, Option, all_options, options_in, options_of, takes
+from meshwise.core.options import REQUIRED, Option, all_options, options_in, options_of, stated_in, takes
 from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
@@ -322,22 +322,27 @@ def _estimate(state: State) -> Estimate:
 
 
 def _words(state: State, found: Estimate) -> dict[str, str]:
-    """The same question on the command line and in Python."""
-    known = options("explore")
-    model = "config.json" if state.get("config") else found.model.name
-    cluster = "cluster.toml" if state.get("machine") else found.cluster.name
-    asked = {name: known[name].value(state[name]) for name in options_of(api.estimate) if state.get(name)}
-    asked |= {"model": model, "cluster": cluster, "plan": plan_text(found.plan)}
-    asked = {name: value for name, value in asked.items() if value != known[name].default}
-    of_run = {name: state[name] for name in options_of(api.budget) if state.get(name)}
-    flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in (asked | of_run).items())
-    words = [word for flag in flags if flag[0] != "--model" for word in flag]
-    values = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-    return {
-        "command": shlex.join(["meshwise", "estimate", model, *words]),
-        "python": f"import meshwise as mw\n\nfound = mw.estimate({values})\n"
-        "print(found.step_s, found.memory_bytes, found.fits)\n",
-    }
+    """The same question on the command line and in Python, and what is to be saved for them."""
+    files = (("model", "config", "config.json"), ("cluster", "machine", "cluster.toml"))
+    saved = {name: file for name, pasted, file in files if state.get(pasted)}
+    texts = {**state, **saved, "plan": plan_text(found.plan)}
+    stated = {name: of.value(texts[name]) for name, of in options("explore").items() if texts.get(name)}
+    stated = {name: stated[name] for name in stated_in(stated, explore)}
+    asked, of_run = options_in(stated, api.estimate), options_in(stated, api.budget)
+    words = ["meshwise", "estimate", texts["model"]]
+    for name, value in (asked | of_run).items():
+        if name != "model":
+            flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+            words += [flag] if isinstance(value, bool) else [flag, texts[name]]
+    lines = ["import meshwise as mw", "", f"found = mw.estimate({_arguments(asked)})"]
+    lines += ["print(found.step_s, found.memory_bytes, found.fits)"]
+    lines += [f"print(mw.budget({_arguments(of_run)}).run(found))"] if of_run else []
+    needs = f"; save what you pasted as {' and '.join(saved.values())}" * bool(saved)
+    return {"command": shlex.join(words), "python": "\n".join([*lines, ""]), "needs": needs}
+
+
+def _arguments(asked: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in asked.items())
 
 
 # --- the other views ----------------------------------------------------------------------------

@@ -249,8 +249,8 @@ async function toClipboard(text) {
   if (!document.execCommand("copy")) throw new Error(text);
 }
 
-const copy = (text, what) => !text ? say("there is nothing to copy: the plan is not valid")
-  : toClipboard(text).then(() => say(`${what} copied`), () => say(text, 60000));
+const copy = (text, what, needs = "") => !text ? say("there is nothing to copy: the plan is not valid")
+  : toClipboard(text).then(() => say(`${what} copied${needs}`), () => say(text, 60000));
 
 const ACTS = {
   cancel() {
@@ -258,8 +258,8 @@ const ACTS = {
     headline("Stopped. What is dimmed answers an earlier question.", "");
   },
   link: () => copy(location.href, "link"),
-  command: () => copy(last.command, "command"),
-  python: () => copy(last.python, "Python"),
+  command: () => copy(last.command, "command", last.needs),
+  python: () => copy(last.python, "Python", last.needs),
   pin() {
     pinned = Object.fromEntries(Object.entries(state()).filter(([name]) => !name.startsWith("a.") && name !== "to")
       .map(([name, value]) => [`a.${name}`, value]));
