@@ -60,7 +60,7 @@ def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: A
     own = ask(client, "explore", **JOB | {"batch": "16", "seq": "64"}, config=CONFIG)
     assert "estimate config.json" in own["command"] and own["needs"].endswith("as config.json")
     drawn = ask(client, "explore", model="flux.1-dev", cluster="h100:1", kind="sampling", guidance="yes")
-    assert meshwise(*drawn["command"].split()[1:]).code == 0
+    assert meshwise(*drawn["command"].split()[1:]).code == 0 and " a sampling (" in drawn["headline"]
     assert found["ok"] and f"{expected.memory_bytes['total'] / 1e9:.4g} GB" in found["headline"]
     words = found["command"].split()
     done = meshwise(*words[1:], "--json")
@@ -151,6 +151,9 @@ def test_the_other_views_answer(client: TestClient) -> None:
     assert alone.startswith("first token after") and "a token after it" not in alone
     never = ask(client, "serve", **where, rate="5", token_ms="0.0001")
     assert never["headline"].startswith("no layout of this cluster fits and keeps") and not never["ok"]
+    late = [ask(client, "serve", **where, plan="tp=8", token_ms="1", **load) for load in ({}, {"rate": "5"})]
+    assert not late[0]["ok"] and late[0]["headline"] == "not even one sequence alone keeps 1 ms a token"
+    assert not late[1]["ok"] and late[1]["headline"].startswith("0.0% of the requests within 1 ms")
     slow = ask(client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", schedule="zero-bubble")
     assert "a100-80g-sxm" in slow["title"] and "; on a100-80g-sxm: plateau" in slow["headline"]
     assert "Rank 3" in ask(client, "traces", path="gloo4")["headline"]

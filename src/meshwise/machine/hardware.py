@@ -380,9 +380,9 @@ def _resized(cluster: Cluster, text: str, count: str) -> Cluster:
     return replace(cluster, name=text, num_chips=int(count))
 
 
-def parse_cluster(text: str) -> Cluster:
-    """The cluster that the text of a TOML file describes; ClusterError says what is wrong with it."""
-    return _cluster("cluster", parse_toml(text, "cluster", ClusterError), "cluster")
+def parse_cluster(text: str, where: str = "cluster") -> Cluster:
+    """The cluster that the text of a TOML file describes; ClusterError says where and what is wrong."""
+    return _cluster("cluster", parse_toml(text, where, ClusterError), where)
 
 
 def cluster_text(cluster: Cluster, digits: int | None = None) -> str:

@@ -105,8 +105,8 @@ def picture(estimate: Estimate, run: Mapping[str, Any] | None = None) -> plot.Pi
 
 def headline(estimate: Estimate) -> str:
     """The answer in one sentence."""
-    step = f"{duration(estimate.step_s)} a step ({between(estimate)})"
-    return f"{step}, {_memory_text(estimate)}"
+    time = f"{duration(estimate.step_s)} a {unit_of_work(estimate)} ({between(estimate)})"
+    return f"{time}, {_memory_text(estimate)}"
 
 
 def _memory_text(estimate: Estimate) -> str:
@@ -253,16 +253,16 @@ def plan_words(estimate: Estimate) -> str:
 
 def _time(estimate: Estimate) -> plot.Chart:
     name, value = max(estimate.time_s.items(), key=lambda item: item[1])
-    title, axis = f"Time of a {unit_of_work(estimate)}", plot.ChartAxis("time", "s")
-    chart = plot.waterfall(title, estimate.time_s, unit_of_work(estimate), duration, axis)
+    unit, axis = unit_of_work(estimate), plot.ChartAxis("time", "s")
+    chart = plot.waterfall(f"Time of a {unit}", estimate.time_s, unit, duration, axis)
     interval = estimate.step_s_interval
     ends = [plot.Bound(end, color=plot.SUM_COLOR, line="dash") for end in interval]
     return replace(
         chart,
         marks=[*chart.marks, *ends],
         x=replace(chart.x, high=1.04 * interval.p90),
-        finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
-        f"{estimate.pace_rank}, which sets the pace. 8 of 10 measured steps end between the dashed lines "
+        finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the {unit} on rank "
+        f"{estimate.pace_rank}, which sets the pace. 8 of 10 measured {unit}s end between the dashed lines "
         f"({between(estimate)}).",
     )
 
@@ -450,13 +450,15 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     change = right.step_s / left.step_s - 1
     totals = left.memory_bytes["total"], right.memory_bytes["total"]
     rows = [
-        _both("step", left.step_s, right.step_s, duration),
+        _both(unit_of_work(right), left.step_s, right.step_s, duration),
         _both("tokens/s", left.tokens_per_s, right.tokens_per_s, lambda x: with_prefix(x, "")),
         _both("MFU [%]", 100 * left.mfu, 100 * right.mfu, lambda x: f"{x:.1f}"),
         _both("memory", *totals, lambda x: with_prefix(x, "B")),
     ]
-    differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
-    headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
+    differs = f"{abs(change):.1%} {'more' if change > 0 else 'less'} than A"
+    headline = (
+        f"B takes {duration(right.step_s)} a {unit_of_work(right)}, {differs} ({duration(left.step_s)})"
+    )
     fits = ("Neither fits.", "B fits, A does not.", "A fits, B does not.", "Both fit.")
     if left.workload.num_tokens != right.workload.num_tokens:
         change = right.tokens_per_s / left.tokens_per_s - 1
@@ -466,7 +468,7 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     sections: list[Section] = [
         Text("A and B", [headline, fits[2 * left.fits + right.fits], *names]),
         Table("B against A", COLUMNS, rows),
-        _bars("Time of a step, A and B", left.time_s, right.time_s, "s"),
+        _bars(f"Time of a {unit_of_work(right)}, A and B", left.time_s, right.time_s, "s"),
         _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B"),
     ]
     return Page("; ".join(names), headline, sections, left.fits and right.fits)

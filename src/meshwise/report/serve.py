@@ -102,10 +102,15 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
     if answer.load is not None:
         yield from _load(answer.load)
         yield from _costs(answer)
+    yield from _idle(answer, document)
+
+
+def _idle(answer: ServingAnswer, document: Mapping[str, Any]) -> list[str]:
+    """What memory and an idle engine give; how many sequences keep a limit is the last."""
     remedies = ", ".join(told("room for a sequence", of=answer.serving, plan=answer.serving.mesh.plan))
     full = f"{_out_of_memory(answer.serving)}; what makes room: {remedies}"
     target_ms = None if answer.token_s is None else 1e3 * answer.token_s
-    yield from told("one server", full=full, target_ms=target_ms, **document)
+    return told("one server", full=full, target_ms=target_ms, **document)
 
 
 def _out_of_memory(of: Serving) -> str:
@@ -218,12 +223,16 @@ def _headline(answer: ServingAnswer) -> str:
     of, load, sizing = answer.serving, answer.load, answer.sizing
     if sizing and (said := next(sized_lines(sizing, load) if load else _no_layout(sizing), "")):
         return said
+    if not answer.max_sequences:
+        return _out_of_memory(of)
     if load is None:
         room = f"room for {answer.max_sequences:,} sequences of {of.prompt} + {of.output} tokens"
         fits = f"first token after {duration(answer.first_token_s)}, {room}"
-        return fits if answer.max_sequences else _out_of_memory(of)
+        return _idle(answer, answer.to_json())[-1] if answer.is_no else fits
     if load.queue_grows:
         return load.notes[0]
+    if answer.is_no:
+        return next(_within(load, load.to_json()))
     document, named = load.to_json(), {"first token after": "ttft_s", "a token after it": "tpot_s"}
     known = ((name, at) for name, key in named.items() if (at := document[key])["p50"] is not None)
     return ", ".join(f"{name} {duration(at['p50'])} (p99 {duration(at['p99'])})" for name, at in known)

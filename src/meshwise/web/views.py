@@ -28,6 +28,7 @@ from meshwise.core.files import parse_text
 from meshwise.core.options import REQUIRED, Option, all_options, options_in, options_of, stated_in, takes
 from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate
+from meshwise.launch.settings import SERVING
 from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.model.find import find_preset
 from meshwise.model.huggingface import model_from_config
@@ -196,7 +197,7 @@ def _asked(view: str, state: State) -> dict[str, Any]:
         raw = parse_text(config, "config.json", "JSON", msgspec.json.decode, ModelError)
         pasted["model"] = model_from_config(raw, name="config", where="config.json")
     if machine := state.get("machine"):
-        pasted["cluster"] = parse_cluster(machine)
+        pasted["cluster"] = parse_cluster(machine, "machine")
     found = {}
     for name, option in options(view).items():
         text = state.get(option.typed, "")
@@ -288,6 +289,7 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
 
 def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
     found = _estimate(context.state)
+    refuse("launch of an estimate", WorkloadError, to=to, kind=found.workload.kind, serves=to in SERVING)
     size = {name: getattr(found.workload, name) for name in ("batch", "seq", "microbatch")}
     written = api.launch(found.model, found.cluster, found.plan, to=to, **size)
     return {
