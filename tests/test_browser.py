@@ -158,7 +158,7 @@ def test_every_view(page: Any, view: str) -> None:
     page.goto(f"/#{view}")
     assert settled(page) and page.locator("#headline.error, #headline.no").count() == 0
     assert page.locator("#page .chart, #page .drop").count() > 0
-    if view == "traces":
+    if view in ("traces", "rl"):
         show(page, view)
     page.wait_for_selector(".chart .main-svg")
     assert page.locator(f'nav a[href="#{view}"]').get_attribute("aria-current") == "page"
@@ -176,6 +176,7 @@ def test_every_view(page: Any, view: str) -> None:
     for size in (WIDE, NARROW):
         page.set_viewport_size(size)
         until(page, FIT)
+    assert page.evaluate(f"{PINNED}.every((cell) => cell.querySelector('a'))")
 
 
 ANSWER = "document.querySelector('#headline').getBoundingClientRect()"
@@ -184,7 +185,10 @@ APART = """[...document.querySelectorAll(".chart")].every((chart) => [...chart.q
   .every((box, i, all) => !i || box.left >= all[i - 1].right))"""
 
 FIT = """[...document.querySelectorAll(".chart:has(.main-svg)")].every((chart) =>
-  chart.querySelector(".main-svg").clientWidth === chart.clientWidth)"""
+  chart.querySelector(".main-svg").clientWidth === chart.clientWidth
+  && chart._fullLayout.xaxis._length > chart.clientWidth / 5)"""
+PINNED = """[...document.querySelectorAll("td + td:last-child")]
+  .filter((cell) => getComputedStyle(cell).position === "sticky")"""
 
 
 def runs_over(page: Any) -> float:

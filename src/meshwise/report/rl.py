@@ -63,7 +63,7 @@ def _phases(answer: RlAnswer) -> Chart:
         starts = [start + value for start, value in zip(starts, values, strict=True)]
     phases, total = answer.step.phases_s, answer.step.step_s or 1.0
     longest = max(phases, key=lambda name: phases[name])
-    several = " Bars are the first candidates of the table." * (len(steps) > 1)
+    several = " Bars are the first rows of the candidates." * (len(steps) > 1)
     finding = f"The longest phase of the first is {longest}, {duration(phases[longest])}.{several}"
     spent = {name: seconds for name, seconds in phases.items() if seconds}
     rows = [(name, duration(s), percent(s / total), _OF_PHASES[name]) for name, s in spent.items()]

@@ -44,11 +44,14 @@ function ticks(axis, values, most) {
   return low <= high ? { tickvals: logTicks(10 ** low, 10 ** high, most) } : {};
 }
 
-/** Room for the labels of the axes and a row of the legend, so that plotly need not measure them. */
-function margins(data, { xaxis, yaxis, showlegend }) {
-  const names = data.flatMap((trace) => trace.y || []).filter((name) => typeof name === "string");
-  const widest = Math.max(...names.map((name) => name.length), 0);
-  return { l: Math.max(yaxis.title ? 66 : 48, 14 + CHARACTER_PX * widest), r: 24, t: showlegend ? 32 : 8, b: xaxis.title ? 48 : 28 };
+/** Room for the labels of the axes and a row of the legend, so that plotly need not measure them; long names are cut. */
+function margins(data, { xaxis, yaxis, showlegend }, width) {
+  const names = [...new Set(data.flatMap((trace) => trace.y || []))].filter((name) => typeof name === "string");
+  const widest = Math.max(...names.map((name) => name.length), 0), room = width / CHARACTER_PX;
+  const most = widest > 0.7 * room ? Math.floor(room / 2) : widest;
+  const cut = (name) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+  if (most < widest) Object.assign(yaxis, { tickvals: names, ticktext: names.map(cut) });
+  return { l: Math.max(yaxis.title ? 66 : 48, 14 + CHARACTER_PX * most), r: 24, t: showlegend ? 32 : 8, b: xaxis.title ? 48 : 28 };
 }
 
 /** Draws the figure that stands beside `chart`, or what has changed of it; more rows of a legend make it higher. */
@@ -56,7 +59,7 @@ function draw(chart) {
   const { xaxis: axis, own: colors, ...rest } = (common ??= look());
   const text = chart.nextElementSibling.textContent.replace(OF_PAGE, (_, color) => `"${colors[color]}"`);
   const { data, layout } = JSON.parse(text);
-  const { height } = layout, width = chart.clientWidth, margin = margins(data, layout), { l, r, t, b } = margin;
+  const { height } = layout, width = chart.clientWidth, margin = margins(data, layout, width), { l, r, t, b } = margin;
   for (const [name, room] of [["x", width - l - r], ["y", height - t - b]]) {
     const values = data.flatMap((trace) => trace[name] || []), own = layout[`${name}axis`];
     layout[`${name}axis`] = { ...axis, ...ticks(own, values, Math.max(Math.floor(room / TICK_PX), 2)), ...own };
