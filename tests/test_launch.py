@@ -184,7 +184,9 @@ def test_a_job_is_read(name: str) -> None:
 def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     """The YAML file and the command line say the same; what they leave out is the recipe's."""
     words = {"batch": 128, "seq": 8192, "microbatch": 2}
-    plan = mw.Plan(tp=4, pp=2, vpp=2, stages="even", cp=2, zero=1, recompute="full", dtype="fp8")
+    plan = mw.Plan(
+        tp=4, pp=2, vpp=2, stages="even", cp=2, zero=1, recompute="full", dtype="fp8", param_dtype="fp8"
+    )
     job = mw.launch("llama3-8b", CLUSTER, plan, to="megatron-bridge", **words)
     job.write(tmp_path)
     found = [mw.read_job(tmp_path / name, CLUSTER) for name in ("overrides.yaml", "job.sbatch")]

@@ -4,7 +4,7 @@ Both are `section.argument_name`, but for the few names in `catalog/launch.toml`
 (`add_bias_linear` for `--disable-bias-linear`).
 """
 
-from meshwise.launch.arguments import framework_arguments
+from meshwise.launch.arguments import TORCH_DTYPES, framework_arguments
 from meshwise.launch.settings import Settings
 from meshwise.launch.tables import launch_tables
 
@@ -36,7 +36,9 @@ def megatron_settings(stated: Settings) -> Settings:
     exact = {there.removeprefix("!"): name for name, there in launch_tables().bridge_names.items()}
     by_last = {there.rpartition(".")[2]: name for there, name in exact.items()}
     found: Settings = {}
-    for place, value in stated.items():
+    dtypes: Settings = {there: here for here, there in TORCH_DTYPES.items()}
+    for full, stated_value in stated.items():
+        place, value = full.removesuffix("._target_"), dtypes.get(str(stated_value), stated_value)
         last = place.rpartition(".")[2]
         usual = last if last.startswith("--") else f"--{last.replace('_', '-')}"
         name = exact.get(place) or (usual if usual in known else by_last.get(last, place))

@@ -31,7 +31,7 @@ from meshwise.launch.bridge import megatron_settings
 from meshwise.launch.facts import Facts, derive, idle_keys, plan_of, recover
 from meshwise.launch.settings import TRAINING, Settings, read_settings, restated, write_settings
 from meshwise.launch.shape import model_of
-from meshwise.launch.tables import launch_tables, software_of, table_of
+from meshwise.launch.tables import constants_of, launch_tables, software_of, table_of
 from meshwise.launch.write import AsWritten, Launch
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
@@ -46,6 +46,11 @@ _COUNTS = {
     *("instances", "microbatch", "local_batch", "pipeline_microbatch", "num_microbatches"),
 }
 """Facts that others are divided by, or that lists are as long as: from 1 to `_MOST`."""
+_TOLD_OF = (
+    *("has_experts", "fuses_experts", "hidden", "vocab", "counted", "counted_batch", "batch", "dp"),
+    *("zero", "model_sharded"),
+)
+"""Facts that the notes on a job that is read look at."""
 _OLD_NAMES = {"--gradient_checkpointing": "--activation_checkpointing"}
 """Names of arguments that still hold."""
 _YAML_OF_MEGATRON = re.compile(
@@ -83,7 +88,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         kind = "GPT2BPETokenizer" if "--merge-file" in stated else str(stated.get("--tokenizer-type"))
         if kind in launch_tables().tokenizers:
             stated["--vocab-size"] = launch_tables().tokenizers[kind]
-    layout = str(stated.get("--pipeline-model-parallel-layout", ""))
+    layout = str(stated.get("--pipeline-model-parallel-layout") or "")
     stated = restated(framework, stated)
     facts, unread = read_settings(framework, stated)
     facts.setdefault("software", software_of(framework))
@@ -100,9 +105,9 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     plan = plan_of(facts)
     idle = idle_keys(DEFAULTS | facts)
     again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
+    again = constants_of(framework) | again
     arguments, table = framework_arguments(framework).arguments, table_of(framework)
-    idle_names = {*launch_tables().neutral, *launch_tables().constants.get(framework, {})}
-    idle_names |= {
+    idle_names = {*launch_tables().neutral} | {
         name for key in idle & table.keys() for one in table[key].values() for name in one.settings
     }
 
@@ -113,8 +118,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         return value not in (unstated, again.get(name, unstated))
 
     unread += [f"{name} {stated[name]}: no key of a plan says this" for name in stated if is_unread(name)]
-    told_of = ("has_experts", "fuses_experts", "hidden", "vocab", "counted", "counted_batch", "batch", "dp")
-    names = {name: facts.get(name) for name in told_of}
+    names = {name: facts.get(name) for name in _TOLD_OF}
     is_config = any("_target_" in name for name in stated)
     of_recipe = framework == "megatron-bridge" and not is_config
     unread += told("read job", layout=layout, of_recipe=of_recipe, **names)
@@ -241,7 +245,7 @@ def _bridge(stated: Settings) -> Settings:
 def _bridge_words(words: list[str]) -> Settings:
     """Overrides of a recipe on its command line: `section.name=value`; a leading + adds a name."""
     pairs = (word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[a-z0-9_.]+=", word))
-    return {name: _word(value) for name, value in pairs}
+    return flat({name: _word(value) for name, value in pairs})
 
 
 def _word(text: str) -> Any:

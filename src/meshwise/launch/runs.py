@@ -26,7 +26,7 @@ from meshwise.program.implementation import loss_fusion
 
 _FORMS = (
     *("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "etp_implied"),
-    *("loss", "resharding"),
+    *("loss", "resharding", "ddp_grads", "grads_as_mixed", "bf16_gathers"),
 )
 """Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
 _COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")

@@ -7,7 +7,6 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from meshwise.core.errors import DataError
@@ -77,7 +76,7 @@ def shape_of(model: Model, seq: int) -> Facts:
         pattern = [int(is_moe_layer(model, layer)) for layer in range(model.num_layers)]
         facts |= {fact: getattr(moe, field) for fact, field in _OF_EXPERTS.items()}
         facts |= {fact: getattr(moe, field) or None for fact, field in _OF_SOME_EXPERTS.items()}
-        facts["moe_layers"] = _pattern_text(pattern)
+        facts["moe_layers"] = str(pattern).replace(" ", "")
     return facts
 
 
@@ -120,11 +119,6 @@ def _with_experts(model: Model, facts: Facts) -> Model:
 # --- which layers have experts: ([0]*3+[1]*58) -------------------------------------------------
 
 
-def _pattern_text(pattern: list[int]) -> str:
-    runs = [(value, len(list(group))) for value, group in groupby(pattern)]
-    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"
-
-
 def _pattern(text: Any, num_layers: int) -> list[int]:
     """`--moe-layer-freq`: a list expression, or n: every n-th layer from the first."""
     value, text = None, str(text)
@@ -134,6 +128,6 @@ def _pattern(text: Any, num_layers: int) -> list[int]:
             value = value_of(text, {})
     if isinstance(value, int) and value > 0:
         return [int(layer % value == 0) for layer in range(num_layers)]
-    if not isinstance(value, list) or len(value) != num_layers:
+    if not isinstance(value, list | tuple) or len(value) != num_layers:
         raise DataError(f"--moe-layer-freq {text} does not say for {num_layers} layers which have experts")
-    return value
+    return list(value)

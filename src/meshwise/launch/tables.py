@@ -18,6 +18,7 @@ from meshwise.plan.plan import KEYS
 
 ANY, VALUE = object(), object()
 _WORDS: dict[str, Any] = {"*": ANY, "unset": None, "true": True, "false": False}
+_VALUES = {"*": VALUE, "unset": None}
 
 
 class Wording(NamedTuple):
@@ -90,6 +91,12 @@ def table_of(framework: str) -> Table:
 
 
 @cache
+def constants_of(framework: str) -> dict[str, Any]:
+    """What is written whatever the plan is, unless the plan says another value; None undoes a value."""
+    return _option(launch_tables().constants.get(framework, {})).settings
+
+
+@cache
 def covered(framework: str) -> set[str]:
     """The keys of a plan that the table of `framework` says, directly or by a fact that follows from them."""
     covers = launch_tables().covers
@@ -107,7 +114,7 @@ def _setting(fact: str, entry: Any) -> Setting:
 
 
 def _option(settings: dict[str, Any]) -> Wording:
-    written: dict[str, Any] = {name: VALUE if value == "*" else value for name, value in settings.items()}
+    written: dict[str, Any] = {name: _VALUES.get(str(value), value) for name, value in settings.items()}
     return Wording(written, written.pop("near", ""))
 
 

@@ -27,7 +27,7 @@ from meshwise.launch.finetune import model_id, peft_script, torchtune_words, uns
 from meshwise.launch.runs import check
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, TRAINING, Settings, training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
-from meshwise.launch.tables import launch_tables
+from meshwise.launch.tables import constants_of, launch_tables
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
@@ -110,7 +110,7 @@ def launch(
     facts |= {"mtp_layers": model.mtp_layers, "trained_seq": model.max_seq}
     check(framework, facts)
     settings, lost = write_settings(framework, facts)
-    settings = launch_tables().constants.get(framework, {}) | settings | (more or {})
+    settings = constants_of(framework) | settings | (more or {})
     if settings.get("distributed_type") == "MULTI_GPU":  # plain data parallelism takes no sections of FSDP
         settings = {name: value for name, value in settings.items() if not name.startswith(("fsdp", "para"))}
     if framework == "megatron-bridge":
@@ -216,7 +216,10 @@ def _titan_words(settings: Settings) -> list[str]:
 
 
 def _override(value: Any) -> str:
-    return msgspec.json.encode(value).decode() if isinstance(value, list | bool) else str(value)
+    """A value in Hydra's grammar, whose keys have no quotation marks."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_override(one)}" for name, one in value.items()) + "}"
+    return str(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 # --- what is started ---------------------------------------------------------------------------
