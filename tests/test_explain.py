@@ -72,18 +72,24 @@ def test_a_trace_of_the_prediction(tmp_path, plan, slower):
         assert found.classes[0].op == "matmul" and "matmul" in found.findings[0]
 
 
-def _played_ops(folder, expected, slower=()):
-    """One rank that does each matmul and reduction of a ledger once, `slower` ones in twice the time."""
+def _played_ops(folder, expected, slower, apart):
+    """One rank that does each matmul and reduction of a ledger once, `slower` ones in twice the time.
+
+    `apart`: the width of an op, and the shares of it that run as matmuls of their own.
+    """
     events, now, played = [host("cpu_op", BACKWARD, 0, 1)], 0.0, {}
     for row in expected.rows():
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
         length = round(1e6 * row["count"] * (row["time_s"] or 0.0), 3)
-        number = len(events) + 1
         if row["shape"].count("x") == 3:
-            _, m, n, k = map(int, row["shape"].split("x"))
-            length *= 2 if row["op"] in slower else 1
-            events.append(operator("aten::mm", now, 2, [[n, k], [k, m]]))
-            events += launched("gemm", now + 0.5, now + 3, length, number)
+            length *= 2 if row["op"] == slower else 1
+            width, shares = apart.get(row["op"], (0, (1.0,)))
+            for share in shares:
+                sizes = map(int, row["shape"].split("x")[1:])
+                m, n, k = (round(share * size) if size == width else size for size in sizes)
+                events.append(operator("aten::mm", now, 2, [[n, k], [k, m]]))
+                events += launched("gemm", now + 0.5, now + 3, share * length, len(events))
+                now += share * length
         elif row["collective"] == "reduce_scatter":
             events.append(all_reduce(now, length, round(row["payload_bytes"] / 2), [0, 1]))
             events[-1]["args"]["Collective name"] = "reduce_scatter"
@@ -95,16 +101,20 @@ def _played_ops(folder, expected, slower=()):
     return played
 
 
-def test_matmuls_and_collectives_join_op_by_op(tmp_path):
-    """Each matmul and reduction of the estimate once a step, fc1 twice as long as predicted."""
+APART = {"qkv": (2048, (0.5, 0.25, 0.25)), "fc1": (3072, (0.5, 0.5))}  # of qwen3-0.6b, tp=2
+
+
+@pytest.mark.parametrize(("slower", "apart"), [("fc1", {}), ("", APART)])
+def test_matmuls_and_collectives_join_op_by_op(tmp_path, slower, apart):
+    """Each matmul and reduction of the estimate once a step, fc1 twice as long as predicted, or in pieces."""
     expected = mw.estimate(*JOB, batch=2, seq=512).ledger
-    played = _played_ops(tmp_path, expected, slower=("fc1",))
+    played = _played_ops(tmp_path, expected, slower, apart)
     found = mw.explain(tmp_path, *JOB, batch=2, seq=512)
     _sums_up(found)
     joined = {(row.module, row.op, row.phase): row for row in found.rows if row.module}
     assert joined.keys() == played.keys()
     for (module, op, phase), row in joined.items():
-        times = 2 if op == "fc1" else 1
+        times = 2 if op == slower else 1
         assert row.measured_s == pytest.approx(times * row.predicted_s, rel=1e-3), (module, op, phase)
 
 

@@ -112,8 +112,10 @@ def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10)
 
 @pytest.mark.parametrize("slower", [1.0, 1.4])
 def test_a_slow_stage_is_named_and_the_first_is_not_because_it_ends_last(tmp_path, slower):
-    named = [(one.ranks, one.kind) for one in _single(_pipeline(tmp_path, slower))]
-    assert named == ([((2,), "slow device")] if slower > 1 else [])
+    found = _pipeline(tmp_path, slower)
+    assert [(one.ranks, one.kind) for one in _single(found)] == [((2,), "slow device")] * (slower > 1)
+    first, *_, last = [one.text for one in found.findings * 2]
+    assert ("up to" in first) == (slower > 1) and "the bubble" in last
 
 
 @pytest.mark.parametrize("cut", [(0, 0), (1, 0), (0, 1), (2, 1)])

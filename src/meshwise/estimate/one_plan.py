@@ -39,7 +39,7 @@ from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.mesh import SERVING, Mesh
 from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
-from meshwise.plan.stages import first_alike, layers_of_chunks, stage_of_rank, stages_of
+from meshwise.plan.stages import held_by_ranks, layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload, quantized_note
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
@@ -145,8 +145,8 @@ class Estimate(Shown):
 
     def rank_like(self, rank: int) -> int:
         """The first rank of a stage that holds what the stage of `rank` does: its rows are in the ledger."""
-        stride, first = int(self.mesh.stride("pp")), first_alike(self.model, self.mesh)
-        return stride * first[rank // stride % len(first)]
+        stride, held = int(self.mesh.stride("pp")), held_by_ranks(self.model, self.mesh)
+        return stride * held.index(held[rank // stride % len(held)])
 
     @property
     def memory_bytes(self) -> dict[str, float]:

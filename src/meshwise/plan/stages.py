@@ -159,17 +159,11 @@ def num_on_host(share: Num, number: Num) -> Num:
 
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
     """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
-    return _stage(mesh, (*_held_in(model, mesh)[rank], float(rank), 0.0))
+    return _stage(mesh, (*held_by_ranks(model, mesh)[rank], float(rank), 0.0))
 
 
-def first_alike(model: Model, mesh: Mesh) -> list[int]:
-    """Of each pipeline rank of one plan the first that holds the same: the `index` of its kind of stage."""
-    held = _held_in(model, mesh)
-    return [*map(held.index, held)]
-
-
-def _held_in(model: Model, mesh: Mesh) -> list[tuple[float, ...]]:
-    """What each pipeline rank of one plan holds."""
+def held_by_ranks(model: Model, mesh: Mesh) -> list[tuple[float, ...]]:
+    """What each pipeline rank of one plan holds: embeddings, heads, and layers of each kind."""
     return _held(model, int(mesh.pp), int(folding(mesh)), layers_of_chunks(model, mesh))
 
 

@@ -228,8 +228,8 @@ def bar(share: float, width: int) -> str:
 
 
 def short(text: str, width: int = MOST_CHARACTERS) -> str:
-    """A text cut to a width that tables bear."""
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """A text cut in its middle to a width that tables bear: names may differ at their end alone."""
+    return text if len(text) <= width else f"{text[: width // 2]}…{text[width // 2 + 1 - width :]}"
 
 
 def difference_text(value: float, show: Callable[[float], str] = duration) -> str:

@@ -8,9 +8,9 @@ one side has stands with a zero on the other, so the changes of classes add up t
 import itertools
 from dataclasses import dataclass, replace
 
+from meshwise.trace.columns import Traces
 from meshwise.trace.explain import explain, measured_steps
 from meshwise.trace.operators import kernel_totals, kernels_of
-from meshwise.trace.steps import with_steps
 from meshwise.trace.summary import Summary
 
 _Spent = dict[tuple[str, str], tuple[float, float]]
@@ -44,17 +44,16 @@ class StepDifference:
 def difference(old: Summary, new: Summary) -> StepDifference:
     """What changed from one capture to another."""
     sides = [one if old.steps and new.steps else replace(one, steps=[]) for one in (old, new)]
-    steps, found = [*map(measured_steps, sides)], [*map(explain, sides)]
+    found, measured = [*map(explain, sides)], [*map(measured_steps, sides)]
     classes = ({(row.op, ""): (row.measured_s or 0.0, 1.0) for row in one.classes} for one in found)
-    changes = _changes(*classes), _changes(*map(_kernels, sides, steps))
-    return StepDifference([one.measured_s for one in found], [*map(len, steps)], *changes)
+    changes = _changes(*classes), _changes(*itertools.starmap(_kernels, measured))
+    return StepDifference([one.measured_s for one in found], [num for _, num in measured], *changes)
 
 
-def _kernels(summary: Summary, steps: list[int]) -> _Spent:
+def _kernels(traces: Traces, num_steps: int) -> _Spent:
     """The kernels in a step of the mean rank, in the whole capture for no steps."""
-    traces = with_steps(summary.traces, f"{steps[0]}-{steps[-1]}") if steps else summary.traces
     totals = kernel_totals(itertools.chain.from_iterable(map(kernels_of, traces)))
-    num = len(traces) * (len(steps) or 1)
+    num = len(traces) * (num_steps or 1)
     return {(one.name, one.kind): (one.total_s / num, one.count / num) for one in totals}
 
 

@@ -15,7 +15,8 @@ transfer is divided among the collectives by their time on the wire.
 
 Within a class, work joins the ops of the estimate that look the same in a trace:
 
-    matmul          the same sizes (operands may be swapped) forward or backward, where shapes were recorded
+    matmul          the same sizes (operands may be swapped) forward or backward, where shapes were recorded;
+                    for a fused one those of its pieces, where these ran
     attention       forward or backward, by the kernel's name
     collective      the same number of ranks and bytes
     optimizer       all that PyTorch's `Optimizer.step` runs
@@ -43,9 +44,8 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,14 +57,17 @@ from meshwise.core.refusals import told
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import MEASURED, chips
+from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.weights import block_weights
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import intervals, work
+from meshwise.trace.columns import Traces
 from meshwise.trace.events import NAMES, Ints, Kind, Trace, named_by, patterns
 from meshwise.trace.intervals import length
 from meshwise.trace.nesting import launchers, nearest, nested_in
 from meshwise.trace.operators import callers, spent_ns
 from meshwise.trace.rates import matmul_shape, matmul_shapes, op_rates
-from meshwise.trace.steps import Marks, chosen_steps, marks, whole_steps
+from meshwise.trace.steps import with_steps
 from meshwise.trace.summary import Summary, waits_ns
 from meshwise.trace.transfers import POINT_TO_POINT
 
@@ -137,30 +140,22 @@ class Explanation(Shown):
 def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     """The measured step of a job beside the predicted one, op by op, if the traces are of that job."""
     mismatches = contradictions(summary, estimate) if estimate is not None else []
-    is_predicted = estimate is not None and not mismatches
     measured = _measured(summary)
-    ranks = summary.traces.ranks
-    expected = list(_predicted(estimate, ranks)) if estimate is not None and is_predicted else []
-    seconds, expected_seconds = (_sums((one.of, one.seconds) for one in of) for of in (measured, expected))
-    of_both = {**seconds, **expected_seconds}
-    pairs = ((of, expected_seconds.get(of, 0.0), seconds.get(of, 0.0)) for of in of_both)
-    both = [(of, there, here) for of, there, here in pairs if there or here]
-    classes = _sorted(OpDifference("", of, "step", p if is_predicted else None, m) for of, p, m in both)
-    rows = _joined(measured, expected) if is_predicted else classes
-    step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if is_predicted else None
+    seen = {one.looks[0][-4:] for one in measured}  # sizes of matmuls
+    expected = [] if estimate is None or mismatches else [*_predicted(estimate, summary.traces.ranks, seen)]
+    classes = _joined(measured, expected, num_looks=0)
+    rows = _joined(measured, expected) if expected else classes
+    seconds = {row.op: row.measured_s or 0.0 for row in classes}
+    step_s, expected_s = sum(seconds.values()), sum(one.seconds for one in expected) if expected else None
     joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
     busy_s = step_s - seconds.get("idle", 0.0) - seconds.get("waiting", 0.0)
     fracs = {"joined": joined_s / (busy_s or 1.0), "unnamed": seconds.get(_UNNAMED, 0.0) / (step_s or 1.0)}
     names = (one.name for one in summary.kernels if one.kind == "compute")
     unnamed = (name[:40] for name in names if _class_of_kernel(name) == _UNNAMED)
-    about = {"joins": is_predicted and step_s, "steps": summary.steps, "names": ", ".join([*unnamed][:3])}
+    about = {"joins": expected and step_s, "steps": summary.steps, "names": ", ".join([*unnamed][:3])}
     findings = [*mismatches, *_in_words(summary, classes, step_s, expected_s)]
     findings += told("explanation", **fracs, **about)
     return Explanation(rows, classes, expected_s, step_s, findings, mismatches)
-
-
-def _sorted(rows: Iterable[OpDifference]) -> list[OpDifference]:
-    return sorted(rows, key=lambda row: (-abs(row.more_s), row.module, row.op, row.phase))
 
 
 def _sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
@@ -171,10 +166,13 @@ def _sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
     return sums
 
 
-def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> list[OpDifference]:
-    """Rows of the ops that both sides have, and one of each class for what either side has alone."""
-    rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for level in range(_NUM_LOOKS):
+def _joined(
+    measured: Sequence[_StepWork], expected: Sequence[_StepWork], *, num_looks: int = _NUM_LOOKS
+) -> list[OpDifference]:
+    """Rows of the ops that both sides have, by so many looks, and one of each class for what is left."""
+    none: list[Any] = [0.0 if expected else None, 0.0]
+    rows = defaultdict[Place, list[Any]](none.copy)
+    for level in range(num_looks):
         here = _sums((one.looks[level], one.seconds) for one in measured if one.seconds)
         there = _sums((one.looks[level], one.seconds) for one in expected if one.seconds)
         both = {look for look in here.keys() & there.keys() if len(look) > 1}
@@ -187,17 +185,18 @@ def _joined(measured: Sequence[_StepWork], expected: Sequence[_StepWork]) -> lis
     for i, side in enumerate((expected, measured)):
         for one in side:
             rows["", one.of, "step"][i] += one.seconds
-    return _sorted(OpDifference(*place, *seconds) for place, seconds in rows.items() if any(seconds))
+    found = [OpDifference(*place, *seconds) for place, seconds in rows.items() if any(seconds)]
+    return sorted(found, key=lambda row: (-abs(row.more_s), row.module, row.op, row.phase))
 
 
 def _class_of_kernel(name: str) -> str:
     return named_by(_PATTERNS["classes"], name) or _UNNAMED
 
 
-def _predicted(estimate: Estimate, ranks: Sequence[int]) -> Iterator[_StepWork]:
+def _predicted(estimate: Estimate, ranks: Sequence[int], seen: Set[Look]) -> Iterator[_StepWork]:
     """Seconds of each op in the step of an estimate, the mean over the stages of a pipeline that `ranks` are.
 
-    The halves of an all-reduce of gradients are one.
+    The halves of an all-reduce of gradients are one, and a matmul is what runs in its place (see `_pieces`).
     """
     rows, num_like = [*estimate.ledger.rows()], Counter(map(estimate.rank_like, ranks))
     of_gradients = [row for row in rows if row["op"].endswith("gradients")]
@@ -207,7 +206,26 @@ def _predicted(estimate: Estimate, ranks: Sequence[int]) -> Iterator[_StepWork]:
             row = {**row, "collective": "all_reduce"}
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
         count = row["count"] * num_like[row["rank"]] / len(ranks)
-        yield _StepWork(_looks_of_op(row), place, count * (row["time_s"] or 0.0))
+        for shape, share in _pieces(row, estimate.model, seen):
+            looks = _looks_of_op({**row, "shape": shape})
+            yield _StepWork(looks, place, share * count * (row["time_s"] or 0.0))
+
+
+def _pieces(row: Mapping[str, Any], model: Model, seen: Set[Look]) -> Iterable[tuple[str, float]]:
+    """The shapes of the matmuls that run for an op of the ledger, and the share of each.
+
+    The estimate multiplies by queries, keys and values (and by gate and up) at once. A program may do so
+    apart: then the matmuls of each are `seen`, and the fused one is not.
+    """
+    sizes = _numbers(row["shape"])
+    for layer, at in itertools.product(layer_kinds(model), range(len(sizes))):
+        weights = [one for one in block_weights(model, layer) if one.op == row["op"] and one.is_matrix]
+        shares = [one.shape[-1] / sum(each.shape[-1] for each in weights) for one in weights]
+        each = [[size * share if i == at else size for i, size in enumerate(sizes)] for share in shares]
+        shapes = [*map(shape_text, each)]
+        if len(shapes) > 1 and _sizes(row["shape"]) not in seen and seen >= {*map(_sizes, shapes)}:
+            return zip(shapes, shares, strict=True)
+    return [(row["shape"], 1.0)]
 
 
 def _looks_of_op(row: Mapping[str, Any]) -> Looks:
@@ -261,49 +279,46 @@ def _class_of_collective(kind: str) -> str:
     return "send_recv" if kind in POINT_TO_POINT else kind
 
 
-def measured_steps(summary: Summary) -> list[int]:
-    """The numbers of the steps that are measured.
+def measured_steps(summary: Summary) -> tuple[Traces, int]:
+    """The traces of the steps that are measured, and how many these are.
 
-    What the host does after the work of the last of many shows in no kernel, so it is left out. Where no step
-    is whole, or some were chosen, there are none: all of the work counts.
+    They are those that neither warm up nor are cut off on any rank. What the host does after the work of the
+    last of many shows in no kernel, so it is left out. Where no step is whole, or some were chosen, all of
+    the work counts.
     """
-    whole, last = whole_steps(summary.steps), max((step.number for step in summary.steps), default=0)
-    if summary.traces[0].selected is not None:
-        return []
-    return whole[:-1] if len(whole) > 2 and whole[-1] == last else whole
+    numbers = {step.number for step in summary.steps}
+    whole = sorted(numbers.difference(step.number for step in summary.steps if step.part != "whole"))
+    if not whole or summary.traces[0].selected is not None:
+        return summary.traces, len(numbers)
+    whole = whole[:-1] if len(whole) > 2 and whole[-1] == max(numbers) else whole
+    return with_steps(summary.traces, f"{whole[0]}-{whole[-1]}"), len(whole)
 
 
 def _measured(summary: Summary) -> list[_StepWork]:
     """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
-    whole = measured_steps(summary)
-    num_steps = len(whole or {step.number for step in summary.steps}) or 1
-    steps = f"{whole[0]}-{whole[-1]}" if whole else ""
+    traces, num_steps = measured_steps(summary)
     calls: dict[int, _Calls] = defaultdict(list)
     for one in summary.collectives:
         looks = _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
         for rank, event in one.events.items():
             calls[rank].append((looks, one.wire_s, event))
-    of_rank = partial(_spent, steps=steps)
-    found = summary.traces.each(of_rank, marks(summary.traces), calls, waits_ns(summary.collectives))
-    num = num_steps * len(found)
+    found = traces.each(_spent, calls, waits_ns(summary.collectives))
+    num = (num_steps or 1) * len(found)
     sums = _sums(itertools.chain(*(one.items() for one in found)))
     return [_StepWork(looks, ("", looks[-1][0], "step"), value / num) for looks, value in sums.items()]
 
 
-def _spent(
-    trace: Trace, marked: Marks, calls: _Calls, wait_ns: Mapping[int, int], *, steps: str
-) -> dict[Looks, float]:
-    """Seconds of one rank by looks in `steps`; all of its work for none."""
-    inside = chosen_steps(trace, marked, steps) if steps else trace
-    parts = intervals(inside, wait_ns).partition.seconds
-    chosen = (one for one in calls if inside.selected is None or inside.selected[one[2]])
+def _spent(trace: Trace, calls: _Calls, wait_ns: Mapping[int, int]) -> dict[Looks, float]:
+    """Seconds of one rank by looks."""
+    parts = intervals(trace, wait_ns).partition.seconds
+    chosen = (one for one in calls if trace.selected is None or trace.selected[one[2]])
     wire = _sums((looks, wire_s) for looks, wire_s, _ in chosen)
     whole_s = sum(wire.values())
     wire = wire if whole_s else {_looks("transfer"): 1.0}
     spent = [(looks, parts["transfer"] * one / (whole_s or 1.0)) for looks, one in wire.items()]
     others = {"waiting": "wait", "copies": "memory", "idle": "idle"}
     beside = [(_looks(name), parts[part]) for name, part in others.items()]
-    return _sums([*spent, *beside, *_kernels(inside).items()])
+    return _sums([*spent, *beside, *_kernels(trace).items()])
 
 
 def _kernels(trace: Trace) -> dict[Looks, float]:

@@ -117,6 +117,15 @@ class _TracedJob:
         """Seconds of `parts` in sum, the mean over the ranks."""
         return float(np.mean([sum(one.seconds[part] for part in parts) for one in self.partitions]))
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks send each other messages, as the stages of a pipeline do."""
+        return any(one.name == "send_recv" for one in self.collectives)
+
+    def cost_text(self, seconds: float) -> str:
+        """What a cause costs; among stages at most, as their waiting by plan absorbs a part of it."""
+        return "up to " * self.has_stages + duration(seconds)
+
     def more_s(self, part: str, i: int) -> float:
         """By how much rank number `i` spends more time on a part than the median of the others."""
         seconds = [one.seconds[part] for one in self.partitions]
@@ -172,7 +181,7 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     kind, why = _causes(job, slowest)
     cost_s = min(late.seconds, job.span_s)
     told = {"who": f"rank {slowest[0]} is" if len(slowest) == 1 else f"ranks {ranks_text(late.ranks)} are"}
-    told |= {"cost": duration(cost_s), "each": duration(min(late.each_s, late.step_s))}
+    told |= {"cost": job.cost_text(cost_s), "each": job.cost_text(min(late.each_s, late.step_s))}
     told |= {"start": duration(late.start_s), "step": duration(late.step_s), "why": why}
     told["at"] = f"step {late.steps[0]}, which" if late.steps else "the round that"
     told["unit"], several = ("step", "steps") if late.steps else ("round", _TEXTS["rounds"])
@@ -313,7 +322,7 @@ def _slow_links(job: _TracedJob) -> Iterator[Finding]:
         unseen = sorted(set(one.members) - set(one.wait_s))
         missing = _TEXTS["unseen late"].format(ranks=ranks_named(unseen)) if unseen else ""
         told = {"speed": with_prefix(speed, "B/s"), "usual": with_prefix(usual, "B/s"), "missing": missing}
-        text = _TEXTS["slow_link"].format(call=one, cost=duration(cost), frac=cost / job.span_s, **told)
+        text = _TEXTS["slow_link"].format(call=one, cost=job.cost_text(cost), frac=cost / job.span_s, **told)
         if cost >= _MIN_FRAC * job.span_s:
             kind = _UNCERTAIN_LINK if unseen else "slow link"
             yield job.finding(kind, text, cost, sorted(one.wait_s), group)
@@ -343,7 +352,7 @@ def _idle(job: _TracedJob) -> Iterator[Finding]:
 def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
     """Communication that no compute hides, on average over the ranks: on the wire, and waiting.
 
-    Where no rank is `named`, it says for whom the others wait.
+    Where no rank is `named`, or stages wait by plan, it says for whom the others wait.
     """
     wait, transfer, span_s = job.mean_s("wait"), job.mean_s("transfer"), job.mean_s(*PARTS)
     if wait + transfer < _EXPOSED_FRAC * span_s:
@@ -351,10 +360,11 @@ def _exposed(job: _TracedJob, *, named: bool) -> list[Finding]:
     traced, members = {one.rank for one in job.facts}, (one.members for one in job.collectives)
     unseen, rows, whom = sorted(set().union(*members) - traced), stragglers(job.collectives), ""
     is_whole = not unseen and len(traced) > 1
-    if not named and is_whole and wait >= _MIN_FRAC * span_s:
+    if (job.has_stages or not named) and is_whole and wait >= _MIN_FRAC * span_s:
         most = max(rows, key=lambda row: row.awaited_s)
         frac = most.awaited_s / sum(row.waited_s for row in rows)
-        whom = _TEXTS["awaited" if frac >= _MOSTLY else "awaited in turn"].format(most=most, frac=frac)
+        turn = "awaited by plan" if job.has_stages else "awaited in turn"
+        whom = _TEXTS["awaited" if frac >= _MOSTLY else turn].format(most=most, frac=frac)
     late_s = wait if is_whole else sum(row.awaited_s for row in rows) / len(traced)
     others = ranks_named(unseen) if unseen else "other ranks"
     told = {"wire": duration(wait + transfer - late_s), "wait": duration(late_s), "ranks": others}

@@ -14,7 +14,6 @@ launched before the first mark (or before the profiler began) is in no step, -1.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -69,8 +68,7 @@ def marks(traces: Traces) -> dict[int, Marks]:
     found = dict(zip(traces.ranks, traces.each(_sections), strict=True))
     names = set.intersection(*(set(one) for one in found.values())) if found else set()
     counts = {name: {len(one[name].number) for one in found.values()} for name in names}
-    least = {PROFILER_STEP: 1}  # of other sections one run is no step
-    counts = {name: num for name, num in counts.items() if len(num) == 1 and min(num) >= least.get(name, 2)}
+    counts = {name: num for name, num in counts.items() if len(num) == 1 and min(num) > 1}
     updates = [max(num) for name, num in counts.items() if name.startswith(_UPDATE)]
     usable = {name for name, num in counts.items() if max(num) <= min(updates, default=max(num))}
     usable = names.intersection([PROFILER_STEP]) or usable
@@ -110,11 +108,6 @@ def with_steps(traces: Traces, steps: str) -> Traces:
     """The traces with the work of some steps only: `3-7`, `5`, or `complete`."""
     changes = {rank: partial(chosen_steps, marked=own, steps=steps) for rank, own in marks(traces).items()}
     return traces.changed(changes)
-
-
-def whole_steps(rows: Sequence[RankStep]) -> list[int]:
-    """The numbers of the steps that neither warm up nor are cut off on any rank."""
-    return sorted({step.number for step in rows} - {step.number for step in rows if step.part != "whole"})
 
 
 def chosen_steps(trace: Trace, marked: Marks, steps: str) -> Trace:
