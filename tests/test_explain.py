@@ -172,11 +172,9 @@ def test_kernels_of_no_class_are_listed(tmp_path):
 
 def test_what_an_optimizer_runs_is_its_own(tmp_path):
     """By the mark of PyTorch's `Optimizer.step`, whatever the kernels are called."""
-    events = [
-        host("user_annotation", "Optimizer.step#AdamW.step", 0, 50),
-        *launched("vectorized_elementwise_kernel", 10, 20, 30, 1),
-        *launched("vectorized_elementwise_kernel", 60, 70, 10, 2),
-    ]
+    events = [host("user_annotation", "Optimizer.step#AdamW.step", 0, 50)]
+    for at, length in ((10, 30), (60, 10)):
+        events += launched("vectorized_elementwise_kernel", at, at + 10, length, at)
     found = mw.explain(write_trace(tmp_path / "rank-0.json", events, 0))
     seconds = {row.op: row.measured_s for row in found.classes}
     assert seconds["optimizer"] == pytest.approx(30e-6) and seconds["other kernels"] == pytest.approx(10e-6)

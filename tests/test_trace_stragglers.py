@@ -227,17 +227,13 @@ def test_steps_sum_to_what_they_hold(tmp_path_factory, num_steps, first, more):
 
 
 def test_work_that_runs_ahead_does_not_lengthen_its_step(tmp_path):
-    """The host is half a step ahead; each step's copy and gather run under the compute of the one before."""
-    events = []
-    for n in range(5):
-        events.append(host("user_annotation", f"ProfilerStep#{n}", 1000 * n, 990))
-        runs = [("Memcpy HtoD", 100, 300), ("ncclDevKernel_AllGather", 450, 100), ("gemm", 500, 1000)]
-        for k, (name, start, length) in enumerate(runs):
-            events += launched(name, 1000 * n + 10 + k, 1000 * n + start, length, 3 * n + k)
+    """The host is half a step ahead; the copy for each step runs under the compute of the one before."""
+    events = [host("user_annotation", f"ProfilerStep#{n}", 1000 * n, 990) for n in range(5)]
+    for n, (k, name, length) in itertools.product(range(5), ((0, "Memcpy", 300), (1, "gemm", 1000))):
+        events += launched(name, 1000 * n + 10 + k, 1000 * n + 100 + 400 * k, length, 2 * n + k)
     path = write_trace(tmp_path / "rank-0.json", events, 0)
     steps = [one.breakdown for one in summarize_paths([path]).steps]
-    assert [one.span_s for one in steps[1:]] == [pytest.approx(1e-3)] * 4
-    assert [one.idle_s for one in steps[1:]] == [0.0] * 4
+    assert [(one.span_s, one.idle_s) for one in steps[1:]] == [(pytest.approx(1e-3), 0.0)] * 4
     assert sum(one.compute_s for one in steps) == pytest.approx(5e-3)
     chosen = summarize_paths([path], steps="2-3").ranks[0]
     assert (chosen.span_s, chosen.idle_s) == (pytest.approx(2e-3), 0.0)
@@ -268,12 +264,9 @@ def test_what_is_not_there_or_makes_no_sense_is_refused(meshwise, tmp_path):
 
 def test_parts_of_a_rank(tmp_path):
     """Compute 0-40, a call 30-100 that waits until 60, a copy 90-120, a kernel 150-160 launched late."""
-    events = [
-        kernel("gemm", 0, 40, correlation=1),
-        all_reduce(30, 70, 10, [0, 1]),
-        kernel("Memcpy HtoD (Pinned -> Device)", 90, 30, 9, bytes=3000),
-        *launched("gemm", 130, 150, 10, 2),
-    ]
+    copy = kernel("Memcpy HtoD (Pinned -> Device)", 90, 30, 9, bytes=3000)
+    events = [kernel("gemm", 0, 40, correlation=1), all_reduce(30, 70, 10, [0, 1]), copy]
+    events += launched("gemm", 130, 150, 10, 2)
     trace, _ = read_trace(write_trace(tmp_path / "a.json", events, 0))
     found = intervals(trace, {1: 30_000}).partition
     in_us = {part: round(seconds * 1e6) for part, seconds in found.seconds.items()}
@@ -318,20 +311,20 @@ def test_messages_without_ends_tell_nothing(tmp_path):
 def test_layers_of_few_marked_steps_are_no_steps(tmp_path, num_marks):
     """Rank 1 is late by 50 us in each of 24 layers: of one or two marked steps it is no proof."""
     events = [[host("user_annotation", f"ProfilerStep#{n}", 2400 * n, 2390) for n in range(num_marks)]] * 2
-    for rank, layer in itertools.product(range(2), range(24)):
-        start = 200 * layer + 50 * rank
-        events[rank] = [*events[rank], kernel("gemm", 200 * layer, start + 100 - 200 * layer)]
-        events[rank].append(all_reduce(start + 100, 190 + 200 * layer - start - 100, 5000, [0, 1]))
+    for rank, at in itertools.product(range(2), range(0, 4800, 200)):
+        late = 100 + 50 * rank
+        call = all_reduce(at + late, 190 - late, 5000, [0, 1])
+        events[rank] = [*events[rank], kernel("gemm", at, late), call]
     first = summary_of(tmp_path, events, host_name="node").findings[0]
     if num_marks:
         assert first.kind == "undecided" and "longest for rank 1 (last in 24" in first.text
-        assert "fewer than 4 steps" in first.text
+        assert "fewer than 4 steps" in first.text and "record more steps" in first.text
     else:
         assert "rank 1 is late in 23 of 23 rounds of coll" in first.text
 
 
 def test_calls_around_a_launch_name_what_the_kernel_does(tmp_path):
-    """NCCL's kernel says SendRecv, its call all-to-all; two calls are too few, and who came last is told."""
+    """NCCL's kernel says SendRecv, its call all-to-all; of two calls it is told who came last."""
     events = [[] for _ in range(4)]
     for rank, (number, start) in itertools.product(range(4), enumerate((0, 1000), start=1)):
         arrived, end = start + (900 if rank == 2 else 100 + rank), start + 950
@@ -344,5 +337,4 @@ def test_calls_around_a_launch_name_what_the_kernel_does(tmp_path):
     found = summary_of(tmp_path, events, host_name="node")
     calls = [(one.name, one.num_ranks, one.bytes) for one in found.collectives]
     assert calls == [("all_to_all", 4, 1012)] * 2
-    assert found.findings[0].kind == "undecided" and "longest for rank 2 (last in 2" in found.findings[0].text
-    assert "record more steps" in found.findings[0].text
+    assert "longest for rank 2 (last in 2" in found.findings[0].text

@@ -109,12 +109,12 @@ def test_section_holds_its_communication(tmp_path):
 def test_differences_are_of_a_step_of_the_mean_rank(tmp_path):
     """4 steps on 1 rank, then 7 on 2, in which the matmul takes 10 us more, and a kernel of 5 us is new."""
     sides = []
-    for num_ranks, num_steps, slower in ((1, 4, 0), (2, 7, 1)):
+    for num_ranks, num_steps in ((1, 4), (2, 7)):
         events = []
-        for i in range(num_steps):
-            events.append(host("user_annotation", f"ProfilerStep#{i}", 1000 * i, 1000))
-            events += launched("gemm", 1000 * i, 1000 * i + 1, 60 + 10 * slower, 2 * i + 1)
-            events += launched("new", 1000 * i, 1000 * i + 80, 5, 2 * i + 2) * slower
+        for n, at in enumerate(range(0, 1000 * num_steps, 1000)):
+            events.append(host("user_annotation", f"ProfilerStep#{n}", at, 1000))
+            events += launched("gemm", at, at + 1, 50 + 10 * num_ranks, 2 * n + 1)
+            events += launched("new", at, at + 80, 5, 2 * n + 2) * (num_ranks - 1)
         (tmp_path / f"{num_ranks}").mkdir()
         sides.append(summary_of(tmp_path / f"{num_ranks}", [events] * num_ranks))
     found = difference(*sides)
@@ -122,9 +122,8 @@ def test_differences_are_of_a_step_of_the_mean_rank(tmp_path):
     assert changes == {"gemm": (1, 10), "new": (1, 5)} and found.num_steps == [3, 6]
     assert found.step_s == [pytest.approx(1e-3)] * 2
     assert sum(row.change_s for row in found.classes) == pytest.approx(0, abs=1e-12)
-    sides[0] = summarize_paths([write_trace(tmp_path / "b.json", [kernel("gemm", 0, 9)], 0)])
-    whole = difference(*sides)  # one side marks no steps
-    assert whole.num_steps == [0, 0] and whole.step_s == [pytest.approx(9e-6), pytest.approx(6084e-6)]
+    whole = difference(sides[0], summarize_paths([write_trace(tmp_path / "a.json", [kernel("gemm", 0, 9)])]))
+    assert whole.num_steps == [0, 0] and whole.step_s == [pytest.approx(3060e-6), pytest.approx(9e-6)]
 
 
 def test_profile_is_a_ledger(tmp_path):
@@ -167,24 +166,17 @@ def test_command_line_refuses(meshwise, tmp_path):
 @pytest.mark.parametrize("file, idle, compute, non_compute, span, overlap", table("tables")["trace"]["hta"])
 def test_as_holistic_trace_analysis(file, idle, compute, non_compute, span, overlap):
     found = breakdown(read_trace(TRACES / file)[0])
-    assert found.idle_s == pytest.approx(idle / 1e6, abs=1e-9)
-    assert found.compute_s == pytest.approx(compute / 1e6, abs=1e-9)
-    assert found.non_compute_s == pytest.approx(non_compute / 1e6, abs=1e-9)
-    assert found.span_s == pytest.approx(span / 1e6, abs=1e-9)
+    seconds = found.idle_s, found.compute_s, found.non_compute_s, found.span_s
+    assert seconds == pytest.approx([us / 1e6 for us in (idle, compute, non_compute, span)], abs=1e-9)
     assert (found.overlap_frac is None) == (overlap == "")
     assert overlap == "" or found.overlap_frac * 100 == pytest.approx(overlap, abs=0.005)
 
 
 def test_known_streams(tmp_path):
     """Two streams: compute 0-40 and 60-70, an all-reduce 30-65 half hidden, a copy 80-90."""
-    events = [
-        host("cpu_op", "aten::mm", -500, 1000),
-        kernel("gemm", 0, 40),
-        kernel("gemm", 60, 10),
-        all_reduce(30, 35, 1024, [0, 1]),
-        kernel("Memcpy DtoH (Device -> Pinned)", 80, 10, 7),
-        {"ph": "X", "cat": "cuda_sync", "name": "Stream Sync", "pid": 0, "tid": 7, "ts": 0, "dur": 500},
-    ]
+    sync = kernel("Stream Sync", 0, 500, 7) | {"cat": "cuda_sync"}
+    events = [host("cpu_op", "aten::mm", -500, 1000), sync, kernel("gemm", 0, 40), kernel("gemm", 60, 10)]
+    events += [all_reduce(30, 35, 1024, [0, 1]), kernel("Memcpy DtoH (Device -> Pinned)", 80, 10, 7)]
     trace = read_trace(write_trace(tmp_path / "a.json", events, 0))[0]
     found = asdict(breakdown(trace))
     assert found.pop("device") == "gpu" and found.pop("overlap_frac") == pytest.approx(15 / 35)
@@ -203,13 +195,10 @@ def test_what_kernels_do(name, does):
 
 
 def test_cpu_trace_counts_operators_and_gloo(tmp_path):
-    events = [
-        host("cpu_op", "aten::matmul", 0, 40),
-        host("cpu_op", "aten::mm", 5, 30),
-        host("cpu_op", "c10d::allreduce_", 50, 5),
-        host("user_annotation", "gloo:all_reduce", 52, 48, tid=2),
-        host("cpu_op", "aten::add", 90, 20),
-    ]
+    of_aten = [("matmul", 0, 40), ("mm", 5, 30), ("add", 90, 20)]
+    events = [host("cpu_op", f"aten::{name}", *times) for name, *times in of_aten]
+    gloo = host("user_annotation", "gloo:all_reduce", 52, 48, tid=2)
+    events += [host("cpu_op", "c10d::allreduce_", 50, 5), gloo]
     found = breakdown(read_trace(write_trace(tmp_path / "a.json", events, 0))[0])
     assert found.device == "cpu" and found.span_s == pytest.approx(110e-6)
     assert found.compute_s == pytest.approx(60e-6) and found.communication_s == pytest.approx(48e-6)
