@@ -38,7 +38,8 @@ def megatron_settings(stated: Settings) -> Settings:
     found: Settings = {}
     dtypes: Settings = {there: here for here, there in TORCH_DTYPES.items()}
     for full, stated_value in stated.items():
-        place, value = full.removesuffix("._target_"), dtypes.get(str(stated_value), stated_value)
+        value = dtypes.get(str(stated_value), stated_value)
+        place = full if value == stated_value else full.removesuffix("._target_")
         last = place.rpartition(".")[2]
         usual = last if last.startswith("--") else f"--{last.replace('_', '-')}"
         name = exact.get(place) or (usual if usual in known else by_last.get(last, place))

@@ -64,6 +64,7 @@ class Job:
     """A job that a framework's file states; None where the file does not say it.
 
     `unread`: what the file says, or leaves to the training script, that the plan does not hold.
+    `other_model`: the argument by which the model, then None, is another than the others say.
     """
 
     framework: str
@@ -74,6 +75,7 @@ class Job:
     microbatch: int | None
     num_gpus: int | None
     unread: tuple[str, ...]
+    other_model: str = ""
 
 
 def read_job(path: Path, num_gpus: int | None = None) -> Job:
@@ -97,7 +99,12 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         facts["num_gpus"] = num_gpus
     elif facts.get("num_gpus", 0) < 0:
         facts["num_gpus"] = None
-    model = model_of(facts, facts["tp"], path.stem) if framework.startswith("megatron") else _preset(stated)
+    tables, is_config = launch_tables(), any("_target_" in name for name in stated)
+    others = (name for name, value in stated.items() if value and re.match(tables.other_model, name))
+    other_model, model = "", _preset(stated)
+    if framework.startswith("megatron"):
+        other_model = next(others, "")
+        model = None if other_model else model_of(facts, facts["tp"], path.stem)
     facts |= {"has_experts": bool(facts.get("num_experts")) or facts.get("ep", 1) > 1}
     if model is not None:
         facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
@@ -107,26 +114,27 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
     again = constants_of(framework) | again
     arguments, table = framework_arguments(framework).arguments, table_of(framework)
-    idle_names = {*launch_tables().neutral} | {
+    costly = "(?!)" if is_config else tables.costly.get(framework.partition("-")[0], "(?!)")
+    idle_names = {*tables.neutral} | {
         name for key in idle & table.keys() for one in table[key].values() for name in one.settings
     }
 
     def is_unread(name: str) -> bool:
         if name not in arguments or name in idle_names:
-            return framework == "torchtitan" and name.startswith(tuple(launch_tables().costly))
+            return name not in idle_names and bool(re.match(costly, name))
         value, unstated = read_value(framework, name, stated[name]), arguments[name].unstated
         return value not in (unstated, again.get(name, unstated))
 
     unread += [f"{name} {stated[name]}: no key of a plan says this" for name in stated if is_unread(name)]
     names = {name: facts.get(name) for name in _TOLD_OF}
-    is_config = any("_target_" in name for name in stated)
     of_recipe = framework == "megatron-bridge" and not is_config
     unread += told("read job", layout=layout, of_recipe=of_recipe, **names)
     batch = facts.get("batch")
     if batch is not None and batch < 0:  # torchtitan's -1 is one microbatch of every rank
         batch = facts["local_batch"] * facts["dp"] if facts.get("dp") else None
-    sizes = {name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")}
-    return Job(framework=framework, model=model, plan=plan, batch=batch, unread=tuple(unread), **sizes)
+    said: Facts = {name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")}
+    said |= {"unread": tuple(unread), "other_model": other_model}
+    return Job(framework=framework, model=model, plan=plan, batch=batch, **said)
 
 
 def _check_counts(facts: Facts, path: Path) -> None:

@@ -48,7 +48,8 @@ class LaunchTables(msgspec.Struct, frozen=True):
     constants: dict[str, dict[str, Any]]
     outside: dict[str, dict[str, str]]
     neutral: list[str]
-    costly: list[str]
+    costly: dict[str, str]
+    other_model: str
     bridge_names: dict[str, str]
     commands: dict[str, str]
     across_nodes: dict[str, str]
