@@ -174,6 +174,19 @@ def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads() -> None:
     assert ran == ["efficient", "safe", "efficient", "safe"]
 
 
+def test_what_the_second_gpu_of_a_host_finds() -> None:
+    """Optimizers take `foreach`; half the pairs of each document, whose unknown ends are as far apart."""
+    found = mw.dry_run_script(["python", str(SCRIPTS / "second_gpu.py")], ranks=2, rank=1)
+    rows = found.ledger.to_json()
+    assert {"_foreach_sqrt", "_foreach_norm"} <= {row["op"] for row in rows}
+    assert collectives(rows) == {("all_reduce", 2, 3 * 4 * 4 * 64): 1}
+    forward = 2 * 2 * 64 * 16 * 4
+    assert [row["flop"] for row in rows if "conv" in row["op"]] == [forward, 2 * forward]
+    pairs = (16**2 + 48**2) / 2, 2 * 32**2 / 2
+    assert [row["flop"] for row in rows if row["op"] == "_varlen_attn"] == [4 * 2 * 16 * n for n in pairs]
+    assert "the replay of a CUDA graph" in {one["what"] for one in found.guesses}
+
+
 def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Any) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cu128'\n")
     (tmp_path / "train.py").write_text("import torch\n")
@@ -199,12 +212,17 @@ CUSTOM = """
 half = torch.library.custom_op("mine::half", torch.abs, mutates_args=(), schema="(Tensor x) -> Tensor")
 half(torch.ones(4, device="cuda"))
 """
+UNLIKE = "torch.ones(2, 2, device='cuda', dtype=torch.half) @ torch.ones(2, 2, device='cuda')"
+WRITTEN = "y = torch.ones(2, device='cuda', requires_grad=True).exp()\ny.add_(1)\ny.sum().backward()"
 
 
 @pytest.mark.parametrize(
     ("rank", "text", "sentence", "code"),
     [
         (5, "torch.ones(3, device='cuda') @ torch.ones(2, device='cuda')", r"train\.py:2: RuntimeError", 1),
+        (5, UNLIKE, r"train\.py:2: RuntimeError: mm of torch\.float16, torch\.float16 and torch\.float32", 1),
+        (5, WRITTEN, r"train\.py:4: RuntimeError: a tensor that the backward needs was changed in place", 1),
+        (5, "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(3))", "cpu:gloo,cuda:nccl", 1),
         (0, "dist.init_process_group('nccl', rank=0, world_size=4)", "rank 0 of 4, but --ranks is 8", 2),
         (0, "torch.cuda.is_available() and os._exit(3)", "ended with exit code 3", 1),
         (5, "os.kill(os.getpid(), 9)", "was ended by SIGKILL before its end", 1),

@@ -18,6 +18,7 @@ takes it.
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -28,6 +29,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
@@ -161,8 +163,11 @@ class OpRecorder(private.TorchDispatchMode):
             with private.disable_current_modes(), self._shapes:
                 return infer(*args, **kwargs)
 
+        hooks, functional = saved_tensors_hooks(seen_through(self._keep), _unchanged), torch.autograd.graph
+        without = partial(_put_aside, hooks, functional.disable_saved_tensors_hooks)
         for patch in (
-            saved_tensors_hooks(seen_through(self._keep), lambda held: held.tensor),
+            hooks,
+            mock.patch.object(functional, "disable_saved_tensors_hooks", without),
             watched_checkpoints(self.hold),
             mock.patch.object(Storage, "resize_", resize_),
             mock.patch.object(private.ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
@@ -322,7 +327,7 @@ class OpRecorder(private.TorchDispatchMode):
         storage = own_part(tensor).untyped_storage()
         key, number = storage._cdata, private.autograd_sequence_nr() - 1
         is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
-        held = SavedTensor(tensor.detach() if is_result else tensor)
+        held = SavedTensor(tensor.detach() if is_result else tensor, tensor._version)
         self.hold(tensor, held)
         if self._setups or key in self._weights or key in self._saved or key not in self._live:
             return held
@@ -345,11 +350,17 @@ def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: A
     if func._opname in _MATMULS:
         left = named.get("mat1", named.get("batch1", named.get("self")))
         right = named.get("mat2", named.get("batch2"))
+        summed = left if "out_dtype" in named else named.get("self", left)
+        if func._opname != "_scaled_mm" and not left.dtype == right.dtype == summed.dtype:
+            raise RuntimeError(f"{func._opname} of {summed.dtype}, {left.dtype} and {right.dtype}")
         batch = left.shape[0] if left.dim() == right.dim() == 3 else 1  # else groups share the rows
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         return (batch, m, n, k), float(matmul_flop(m, n, k, batch=batch))
-    if "attention" in func._opname and "query" in named:
+    if re.search("attention|attn", func._opname) and "query" in named:
         return _attention_work(named, is_backward="backward" in func._opname)
+    if func._overloadpacket is aten.convolution_backward:  # torch's formula leaves out groups
+        each_flop = flop_registry[aten.convolution](*args[1:-1], out_val=args[0])
+        return (), float(each_flop * sum(args[-1][:2]))  # gradients of the input and of the weight
     formula = flop_registry.get(func._overloadpacket)
     return (), float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
 
@@ -357,17 +368,36 @@ def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: A
 def _attention_work(named: Mapping[str, Any], *, is_backward: bool) -> tuple[Any, float]:
     """Tensors are [batch, heads, tokens, head size]; under a causal mask, what the kernels really do."""
     query, key, value = named["query"], named["key"], named["value"]
+    if "cu_seq_q" in named:  # [tokens, heads, head size]
+        query, key, value = (x.flatten(0, -3).transpose(0, 1)[None] for x in (query, key, value))
     batch, heads, seq_q, qk_dim = query.shape
     kv_heads, seq_k, v_dim = key.shape[1], key.shape[2], value.shape[3]
     is_causal = bool(named.get("is_causal", False))
-    # Queries that are not the last of the sequence say which they are: begin, end, begin, end, ...
-    spans = named.get("query_spans") or [seq_k - seq_q, seq_k]
-    pairs: Any = 0
-    for begin, end in zip(spans[::2], spans[1::2], strict=True):
-        pairs += attended_pairs(end - begin, end if is_causal else seq_k, causal=is_causal)
+    if "cu_seq_q" in named:
+        pairs = _packed_pairs(named)
+    else:  # queries that are not the last of the sequence say which they are: begin, end, begin, end, ...
+        spans = numpy.reshape(named.get("query_spans") or [seq_k - seq_q, seq_k], (-1, 2))
+        ends = spans[:, 1] if is_causal else seq_k
+        pairs = numpy.sum(attended_pairs(numpy.diff(spans)[:, 0], ends, causal=is_causal))
     work = flash_attention_backward if is_backward else flash_attention
     sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
     return (batch, *sizes), float(work(pairs, *sizes, batch=batch, elem_bytes=query.element_size()).flop)
+
+
+def _packed_pairs(named: Mapping[str, Any]) -> Any:
+    """Pairs of tokens of documents that lie one behind the other, each of which sees a window of its own.
+
+    Where nobody knows the ends, which then are equal, all documents are as long.
+    """
+
+    def lengths(ends: torch.Tensor, tensor: str) -> Any:
+        found = numpy.diff(ends.tolist())
+        return found if found.any() else numpy.full(len(found), len(named[tensor]) / len(found))
+
+    (left, right), used = named["window_size"], named.get("seqused_k")  # rows of a cache that are filled
+    keys = lengths(named["cu_seq_k"], "key") if used is None else numpy.array(used.tolist())
+    queries = lengths(named["cu_seq_q"], "query")
+    return numpy.sum(attended_pairs(queries, keys, causal=right == 0, window=max(left + 1, 0)))
 
 
 def _written(
@@ -414,6 +444,8 @@ def group_of(args: Any) -> dist.ProcessGroup:
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor, and what the result of a collective holds."""
+    while private.is_transformed(tensor):
+        tensor = private.untransformed(tensor)
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return part.elem if isinstance(part, private.AsyncCollectiveTensor) else part
 
@@ -422,20 +454,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results of an op; pytree takes longer than most ops do on fakes."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    found: list[torch.Tensor] = []
-    for branch in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
-        if isinstance(branch, torch.Tensor):
-            found.append(branch)
-        elif isinstance(branch, list | tuple | dict):
-            found += tensors_in(branch)
-    return found
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for branch in branches for tensor in tensors_in(branch)]
 
 
 def _is_bookkeeping(inputs: list[torch.Tensor]) -> bool:
     """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
-    if type(private.current_dispatch_mode()) is not DeviceFakes:  # a user's program decides for itself
-        return False
-    return bool(inputs) and not any(isinstance(tensor, private.FakeTensor) for tensor in inputs)
+    on_fakes = type(private.current_dispatch_mode()) is DeviceFakes  # a user's program decides for itself
+    return on_fakes and bool(inputs) and not any(isinstance(one, private.FakeTensor) for one in inputs)
 
 
 def _complete(func: Any, args: Any, kwargs: Any) -> Any:
@@ -490,9 +516,28 @@ def _pushed(stack: list[str], item: str) -> Iterator[None]:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class SavedTensor:
-    """A tensor that a node of the graph has saved, in place of the tensor itself."""
+    """A tensor that a node of the graph has saved, in place of the tensor itself, and its version then."""
 
     tensor: torch.Tensor
+    version: int
+
+
+def _unchanged(held: SavedTensor) -> torch.Tensor:
+    """What a node of the graph has saved, of which torch does not look for changes where there are hooks."""
+    if held.tensor._version != held.version:
+        raise RuntimeError("a tensor that the backward needs was changed in place after it was saved")
+    return held.tensor
+
+
+@contextmanager
+def _put_aside(hooks: saved_tensors_hooks, disabled: Any, message: str) -> Iterator[None]:
+    """torch.func takes no hooks: what it keeps inside is not counted as kept."""
+    with ExitStack() as stack:
+        if private.saved_hooks_enabled():
+            hooks.__exit__()
+            stack.callback(hooks.__enter__)
+        stack.enter_context(disabled(message))
+        yield
 
 
 def seen_through(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

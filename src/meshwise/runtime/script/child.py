@@ -52,6 +52,7 @@ def install(settings: dict[str, Any]) -> None:
     mode = ScriptMode(torch.device("cuda", device), guesses)
     supply_cuda_objects(devices, device)
     supply_cuda_module(tape, chip, devices, mode)
+    mode.set_device(mode.device)
     supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
     supply_tensors(guesses)
     Files(rank, guesses).supply()

@@ -36,6 +36,7 @@ _GUARDS, _ENTRIES, _NUM_DESTRUCTORS = 64, 60, 2
 _CUDA = read_catalog("scripts.toml")["cuda"]
 HOOK_NAMES, _SYMBOLS = tuple(_CUDA["hooks"]), _CUDA["symbols"]
 """The functions of CUDA's hooks in their order, and the symbols of what is replaced."""
+_REPLAY = "the replay of a CUDA graph", "no work: what was captured is counted once"
 _Function = ctypes.CFUNCTYPE(ctypes.c_int64)
 _kept: list[object] = []  # what C++ points to stays alive
 
@@ -125,8 +126,9 @@ def supply_cuda_module(tape: ScriptTape, chip: Chip, devices: int, mode: ScriptM
         "current_devices": lambda *_: mode.device.index,
         "set_devices": mode.set_device,
         "streams": Stream,
-        "stream_contexts": lambda stream: stream or Stream(),
+        "given": lambda given, *_, **__: given or Stream(),
         "events": DeviceEvent,
+        "graphs": type("CUDAGraph", (Silent,), {"replay": lambda _: mode.guesses.add(*_REPLAY)}),
     }
     for table, stand_in in stand_ins.items():
         for place, names in known[table].items():
@@ -135,7 +137,9 @@ def supply_cuda_module(tape: ScriptTape, chip: Chip, devices: int, mode: ScriptM
     vars(torch.cuda).update({each: _always(value) for each, value in queries.items()} | states)
     vars(torch.cuda.random).update(states)
     torch.cuda.default_generators = (torch.default_generator,) * devices
-    torch.cuda.nccl.version = _always((2, 28, 9))
+    torch.cuda.nccl.version, torch.backends.cudnn.version = _always((2, 28, 9)), _always(91300)
+    torch.version.cuda = torch.version.cuda or "13.0"
+    torch.autograd.ProfilerState.KINETO_GPU_FALLBACK = torch.autograd.ProfilerState.KINETO
     torch.cuda.amp.common.amp_definitely_not_available = _always(False)
     for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory):
         vars(module).update(memory)

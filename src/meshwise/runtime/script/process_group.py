@@ -20,7 +20,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from torch import load, save  # before stand-ins take their place
 from torch.serialization import safe_globals
 
 from meshwise.core.errors import PlanError
+from meshwise.core.files import read_catalog
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.profile import as_started
 from meshwise.runtime.recorder import OpRecorder
@@ -105,6 +105,7 @@ def _peer(rank: int | None, group: Any, group_rank: int | None) -> int:
 
 
 BACKEND = "cpu:fake,cuda:fake"
+_library = torch.library.Library("c10d", "IMPL")
 
 
 class _Store(dist.Store):
@@ -147,7 +148,8 @@ def supply_process_groups(
             raise PlanError(f"the script is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
-        group, store = make_group(size, place, among, BACKEND, fake_store(), name, **how)
+        devices = "cuda:fake" if str(backend) == "nccl" else BACKEND
+        group, store = make_group(size, place, among, devices, fake_store(), name, **how)
         if isinstance(group, dist.ProcessGroup):
             set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
             recorder.name_axis(group, _axis(how.get("group_desc"), among))
@@ -173,6 +175,8 @@ def supply_process_groups(
     }
     for module in (c10d, dist):
         vars(module).update(stand_ins)
+    for name in read_catalog("scripts.toml")["coalesced"]:
+        _library.impl(name, lambda *_: private.FakeWork().boxed(), "Meta", allow_override=True)
     private.dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
     _supply_ddp(recorder)
     _supply_fsdp1()
@@ -211,7 +215,6 @@ def _supply_ddp(recorder: OpRecorder) -> None:
     named: Any = recorder.op("gradient buckets")
     module._ddp_init_helper = named(module._ddp_init_helper)
     dist.Reducer._rebuild_buckets = named(dist.Reducer._rebuild_buckets)
-    module._check_comm_hook = mock.patch.object(torch.version, "cuda", "13.0")(module._check_comm_hook)
 
     def verify(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
         """The two collectives by which ranks compare the shapes of their parameters."""

@@ -187,5 +187,5 @@ class ScriptRecorder(OpRecorder):
             for name, each in module.named_modules():
                 words = [word for word in name.split(".") if word not in _WRAPPERS]
                 path = ".".join(words[1:] if words[:1] == ["module"] else words)
-                self._names[id(each)] = parent + path or type(module).__name__
+                self._names[id(each)] = parent + path or type(getattr(module, "_orig_mod", module)).__name__
         return self._names[id(module)]

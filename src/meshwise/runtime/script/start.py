@@ -84,10 +84,11 @@ def dry_run_script(
     command: Sequence[str], *, ranks: int, rank: int = 0, device: str, stdout: Any = None
 ) -> ScriptOutcome:
     """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
-    refuse("rank of a script", PlanError, device=device, rank=rank, ranks=ranks, last=ranks - 1)
+    refuse("rank of a script", PlanError, device=device, rank=rank, ranks=ranks, last=ranks - 1, argv=command)
     chip, text = find_chip(device), shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
-        devices = int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1
+        # torch's stand-in for CUDA, made for fakes, knows eight devices of a host
+        devices = int(min(chip.levels[0].ranks, ranks, 8)) if chip.levels else 1
         place = {"asked": rank, "rank": rank, "ranks": ranks, "devices": devices}
         search = [str(_PACKAGE), *sys.path]
         settings = {"command": list(command), "search": search, "folder": folder, "chip": chip.name, **place}

@@ -38,7 +38,9 @@ def supply_tensors(guesses: Guesses) -> None:
     def known(self: torch.Tensor) -> torch.Tensor:
         value = shadow_of(self)
         if value is None:
-            guesses.add("the values of a tensor", "1 everywhere (0 for bools)")
+            guesses.add(
+                "the values of a tensor", "1 everywhere (0 for bools; ends of documents equally far apart)"
+            )
             value = torch.full(self.shape, self.dtype != torch.bool, dtype=self.dtype)
         return value
 
@@ -52,7 +54,11 @@ def supply_tensors(guesses: Guesses) -> None:
     torch.utils.swap_tensors = _swap
     torch.__future__.set_swap_module_params_on_conversion(True)
     # the latter would make an operator of the compiler of a kernel in a `triton_op`
-    torch.compile = torch.library.wrap_triton = _identity
+    torch.compile = torch.library.wrap_triton = _uncompiled
+    private.OptimizedModule.__call__ = torch.nn.Module.__call__  # its own warns of hooks, which are ours
+    private.OptimizedModule._initialize = lambda self: self.__dict__.update(forward=self._orig_mod.__call__)
+    for kinds in (private.optimizer_foreach_types, private.foreach_types):
+        kinds.append(FakeTensor)  # `foreach` is the default on CUDA
     _supply_addresses()
     _supply_attention(guesses)
     _supply_triton(guesses)
@@ -135,8 +141,11 @@ def _swap(one: Any, other: Any) -> None:
     private.swap_tensor_impl(one, other)
 
 
-def _identity(function: Any = None, **_: Any) -> Any:
-    return function if function is not None else _identity
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    """The function itself; a module in a wrapper, whose names begin with `_orig_mod`."""
+    if isinstance(function, torch.nn.Module):
+        return private.OptimizedModule(function, None)
+    return function if function is not None else _uncompiled
 
 
 def _supply_attention(guesses: Guesses) -> None:
@@ -165,6 +174,8 @@ def attend(
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """The op `scaled_dot_product_attention` by the kernel that CUDA chooses."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(f"attention of unlike dtypes: {query.dtype}, {key.dtype} and {value.dtype}")
     kernel = _kernel(query, value, is_masked=attn_mask is not None)
     if kernel is SDPBackend.FLASH_ATTENTION:
         return _flash(query, key, value, dropout_p, is_causal, scale)[0]
@@ -198,8 +209,11 @@ def _kernel(query: Any, value: Any, *, is_masked: bool) -> SDPBackend:
 
 
 def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: Any) -> Any:
-    """Output and log-sum-exp; the kernel wants heads of a multiple of 8."""
+    """Output and log-sum-exp; flash wants equal heads of a multiple of 8."""
     head = query.shape[-1]
+    if value.shape[-1] != head:
+        fused = aten._scaled_dot_product_efficient_attention
+        return fused(query, key, value, None, True, dropout_p, is_causal, scale=scale)[:2]
     pad = -head % 8
     padded = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
     scale = head**-0.5 if scale is None else scale

@@ -81,6 +81,7 @@ class ScriptMode(DeviceFakes):
         """From now on the CUDA device of this rank has the number of `device`."""
         if torch.device(device).index is not None:
             self.device = torch.device(device)
+            private.set_device_index(self.device.index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op of the program: really, or on shapes."""
@@ -110,8 +111,8 @@ class ScriptMode(DeviceFakes):
         elif func._schema.is_mutable and kind is None and "amp" not in func._opname:
             for tensor in mutated(func, args, kwargs):
                 forget(tensor)
-        if func is aten._local_scalar_dense.default:
-            return self._scalar(fakes[0]) if value is None else value
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._scalar(func, fakes[0]) if value is None else value
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
             return self._fake(value)
         leaves_device = kwargs.get("device") == torch.device("cpu")
@@ -124,10 +125,10 @@ class ScriptMode(DeviceFakes):
             self._depth -= 1
         if kind in ("all_gather", "all_to_all") or func._opname == "gather_":
             self._receive(func, args, result)
-        if isinstance(result, private.FakeTensor):
-            value = _absorbed(func, tensors, result) if value is None else value
-            if isinstance(value, torch.Tensor):
-                result.shadow = value
+        if value is None and isinstance(result, private.FakeTensor):
+            value = _absorbed(func, tensors, result)
+        for made, part in zip(tensors_in(result), tensors_in(value), strict=False):  # of no value none
+            made.shadow = part
         return result
 
     def _receive(self, func: Any, args: Any, result: Any) -> None:
@@ -167,8 +168,9 @@ class ScriptMode(DeviceFakes):
             return None
         return value if all(one.numel() <= SHADOW_ELEMENTS for one in tensors_in(value)) else None
 
-    def _scalar(self, tensor: torch.Tensor) -> float | int | bool:
-        assumed = torch.ones((), dtype=tensor.dtype).item() if tensor.dtype is not torch.bool else False
+    def _scalar(self, func: Any, tensor: torch.Tensor) -> float | int | bool:
+        is_number = func is aten._local_scalar_dense.default and tensor.dtype is not torch.bool
+        assumed = torch.ones((), dtype=tensor.dtype).item() if is_number else False
         remedy = "results that branch on it follow this value, not the data"
         self.guesses.add("the value of a tensor", f"{assumed}", remedy)
         return assumed
@@ -192,10 +194,7 @@ class ScriptMode(DeviceFakes):
 
     def _fake(self, value: torch.Tensor) -> torch.Tensor:
         """A fake tensor like `value` (on `meta`, or one whose values are known)."""
-        self._depth += 1
-        with self:
-            fake = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        self._depth -= 1
+        fake = private.FakeTensor(self, torch.empty_like(value, device="meta"), self.device)
         if value.device.type == "cpu":
             fake.shadow = value
         return fake
