@@ -176,6 +176,7 @@ def test_every_view(page: Any, view: str) -> None:
     for size in (WIDE, NARROW):
         page.set_viewport_size(size)
         until(page, FIT)
+    assert view != "serve" or page.locator(".xtick", has_text="ms").count() > 0
     assert page.evaluate(f"{PINNED}.every((cell) => cell.querySelector('a'))")
 
 

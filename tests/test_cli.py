@@ -47,6 +47,12 @@ def test_help_shows_the_examples(meshwise: Any) -> None:
     assert "  meshwise trace summary traces/" in meshwise("trace", "--help").out
 
 
+@pytest.mark.parametrize(("words", "says"), WRONG["words"])
+def test_words_that_cannot_be_read_are_told(meshwise: Any, words: str, says: str) -> None:
+    done = meshwise(*words.split())
+    assert done.code == 2 and says in done.err
+
+
 def test_version(meshwise: Any) -> None:
     assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
 

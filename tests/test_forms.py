@@ -104,9 +104,7 @@ OF_COMMAND = {"program", "ranks", "rank"}
 
 
 @pytest.mark.parametrize("words", FORMS)
-def test_json_and_python_and_the_table_agree(
-    meshwise: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_and_python_and_the_table_agree(meshwise: Any, words: str, monkeypatch: Any) -> None:
     """The document, the table of the command, and what a result says of itself in Python, without colors."""
     if words.startswith("compare"):
         pytest.importorskip("torch")

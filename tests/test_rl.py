@@ -396,6 +396,7 @@ def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None
 def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:
     found = {"nemo-rl": "0.4", "nemo-rl=0.3": "0.3", "nemo-rl=9.1": "0.4", "nemo-rl=0.1": "0.3"}
     assert {text: find_framework(text).version for text in found} == found
+    assert find_framework("nemo-rl=9.1").source.endswith("; 9.1 itself was not read")
 
 
 def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise: Any) -> None:

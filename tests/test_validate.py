@@ -424,7 +424,7 @@ def test_an_estimate_says_between_what_and_why(cluster: str, plan: str, why: str
     assert (between.p90 > 1.001 * measured * found.step_s) == why.startswith("wider")
     told = found.to_json(ledger=False)["memory_bytes_interval"]
     assert told["p10"] <= found.memory_bytes["total"] and of_memory in told["reason"]
-    assert ("interval of memory" in " ".join(found.notes())) == of_memory.startswith("wider")
+    assert ("interval of memory, " in " ".join(found.notes())) == of_memory.startswith("wider")
 
 
 def test_a_model_is_a_preset_or_a_path_and_a_system_any_chip(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def search(
         plan: Keys that are fixed, or the values that each may have: tp=4|8,layout=* (all), or a TOML file
             with lists.
         batch: Global batch in sequences.
-        microbatch: Sequences of a microbatch that may be chosen: 1|2|4 [all that divide the batch].
+        microbatch: Sequences of a microbatch that may be chosen: 1,2,4 [all that divide the batch].
         to: Only plans that this framework runs and that its settings say whole: megatron-lm, megatron-bridge,
             torchtitan, deepspeed, accelerate or peft [any; of a job that is read, its own].
         top: How many plans to show, the fastest of each family with the same degrees.
@@ -254,7 +254,7 @@ def study(
 
     Args:
         model, cluster, plan, batch, seq, microbatch, to, memory_frac: As in `search`.
-        vary: Machines to compare: gpus=64|128,chip=h100-80g-sxm|b200-sxm,domain=8|72, batch=256|512, and
+        vary: Machines to compare, as gpus=64|128,chip=h100-80g-sxm|b200-sxm: gpus, chip, domain, batch and
             factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
         deadline: Days that the run may take, failures included: the point of fewest dollars that keeps it is
@@ -333,8 +333,8 @@ def fit_card(
 
     Args:
         card: A chip of the catalog (4090), or a TOML file of a cluster of one.
-        models: Presets or config.json files to try; several [the open ones of the catalog].
-        methods: full, lora or qlora; several [all].
+        models: Presets or config.json files to try; repeat for several [the open ones of the catalog].
+        methods: full, lora or qlora; repeat for several [all].
         batch: Sequences of a step; microbatches are chosen.
         seq: Tokens of a sequence.
         memory_frac: As in `search`.
@@ -1152,7 +1152,8 @@ def collective(
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send.
         cluster: As in `estimate`.
-        sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; several [1 KiB to 16 GiB, and those measured].
+        sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; repeat for several [1 KiB to 16 GiB, and those
+            measured].
         ranks: Ranks of the group [the most that the cluster has at this stride, or of those measured].
         stride: Distance between neighbours of the group in ranks.
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).

@@ -70,9 +70,7 @@ def _annotation(option: Option) -> Any:
     settings: dict[str, Any] = {"help": option.help}
     if (names := _TEXTS["completed"].get(option.name)) is not None:
         settings["autocompletion"] = getattr(complete, names)
-    if option.bounds is not None:
-        settings |= {"min": option.bounds.start, "max": option.bounds.stop - 1}
-    if option.reader is not None or (option.kind in (int, float) and option.bounds is None):
+    if option.reader is not None or option.kind in (int, float):
         settings["parser"] = lambda text: option.value(str(text), flags(option)[0])
         settings["metavar"] = {int: "INTEGER", float: "FLOAT"}.get(option.kind, "TEXT")
     kind = option.kind if option.default in (REQUIRED, True, False) else option.kind | None

@@ -92,15 +92,17 @@ class Option:
             return value / 1e3 if self.in_ms else value
         if not value.is_integer() or abs(value) > 1e15:  # beyond, float64 loses units
             raise WorkloadError(f"{typed}={text} must be a whole number, at most 1e15")
+        if self.bounds is not None and value not in self.bounds:
+            raise WorkloadError(f"{typed}={text} must be from {self.bounds[0]:,} to {self.bounds[-1]:,}")
         return int(value)
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
-    """`1|2|4`, or with commas, as numbers; WorkloadError names the `option` that says something else."""
+    """`1,2,4`, or with bars, as numbers; WorkloadError names the `option` that says something else."""
     words = [word.strip() for word in re.split("[|,]", text)] if text else []
     for word in words:
         if not word.isdecimal():
-            raise WorkloadError(f"{option} {text}: {word!r} is no whole number; write for example 1|2|4")
+            raise WorkloadError(f"{option} {text}: {word!r} is no whole number; write for example 1,2,4")
     return [int(word) for word in words]
 
 

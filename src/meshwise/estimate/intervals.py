@@ -183,6 +183,6 @@ def interval_of(
     runs = ", ".join(
         f"{spread.num_runs} runs of {spread.num_sources} sources ({name})" for name, spread in used.items()
     )
-    reason = f"8 of 10 measurements fall between p10 and p90, judging by {runs}, none by its own source"
+    reason = f"8 of 10 measurements fall inside, judging by {runs}, none by its own source"
     reason += _told(far)
     return Interval(p10=value / factor, p90=value * factor, reason=reason)

@@ -19,6 +19,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse, told
+from meshwise.core.units import with_prefix
 from meshwise.cost.power import chip_watts, node_watts
 from meshwise.cost.routing import summary
 from meshwise.estimate.balance import step_cost
@@ -294,8 +295,9 @@ class Estimate(Shown):
         )  # fmt: skip
         notes += self.measured_notes()
         notes.append(f"interval: {self.step_s_interval.reason}")
-        if "; wider" in (of_memory := self.memory_bytes_interval.reason):
-            notes.append(f"interval of memory: {of_memory}")
+        if "; wider" in (of_memory := self.memory_bytes_interval).reason:
+            low, high = (with_prefix(end, "B") for end in of_memory)
+            notes.append(f"interval of memory, {low} to {high}: {of_memory.reason}")
         return notes + inherited_notes(chip, self.inherited)
 
     def measured_notes(self) -> Iterator[str]:

@@ -234,5 +234,8 @@ def roofline(
         ridge = min(max(peak / bytes_per_s, left), right)
         heights = [min(peak, x * bytes_per_s) for x in (left, ridge, right)]
         roofs.append(Series([left, ridge, right], heights, name, ROOF_COLOR, line))
-    axes = ChartAxis("FLOP/byte", log=True, low=left, high=right), ChartAxis("FLOP/s", log=True)
+    axes = (
+        ChartAxis("FLOP/byte", log=True, low=left, high=right, numbers="count"),
+        ChartAxis("FLOP/s", log=True),
+    )
     return Chart(title, [*roofs, *marks], *axes, height=400)

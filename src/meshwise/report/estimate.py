@@ -97,7 +97,7 @@ def op_sections(estimate: Estimate) -> list[Section]:
 def picture(estimate: Estimate, run: Mapping[str, Any] | None = None) -> plot.Picture:
     """Time, memory and roofline of one plan."""
     rows = [[_time(estimate), _memory(estimate)], [_roofline(estimate)]]
-    rate = f"{estimate.tokens_per_s / estimate.cluster.num_chips:,.1f} tokens/s per GPU"
+    rate = f"{with_prefix(estimate.tokens_per_s / estimate.cluster.num_chips, '')} tokens/s per GPU"
     shares = f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
     cost = [text for name, text in _run_lines(run or {}) if name == "cost"]
     return plot.Picture(rows, f"{_title(estimate)}\n{'; '.join([headline(estimate), rate, shares, *cost])}")

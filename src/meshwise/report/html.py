@@ -135,6 +135,11 @@ def _cell(cell: object, links: bool) -> str:
 def plotly_figure(chart: plot.Chart) -> dict[str, Any]:
     """The `data` and the `layout` of a plotly figure."""
     data = [trace for mark in chart.marks for trace in _TRACES[type(mark)](mark)]
+    told = (
+        f"{escape(chart.x.title)}: %{{x}}<br>{escape(chart.y.title)}: %{{y}}<extra>%{{fullData.name}}</extra>"
+    )
+    for trace in (trace for trace in data if "customdata" in trace):
+        trace["hovertemplate"] = "%{text}<br>" * bool(len(trace["text"])) + told
     lanes = any(isinstance(mark, plot.Lanes | plot.Bars) for mark in chart.marks)
     overlaid = any(isinstance(mark, plot.Bars) and mark.starts is not None for mark in chart.marks)
     layout: dict[str, Any] = {
@@ -157,16 +162,13 @@ _NUMBERS: dict[str, dict[str, Any]] = {
 
 
 def _axis(axis: plot.ChartAxis) -> dict[str, Any]:
-    look = dict(_NUMBERS[axis.numbers])
-    title = f"{axis.title} [{axis.unit}]" if axis.log and axis.unit else axis.title
-    if title:
-        look["title"] = {"text": title}
+    look = _NUMBERS[axis.numbers] | {"ticksuffix": axis.unit}
+    if axis.title:
+        look["title"] = {"text": axis.title}
     if axis.ticks:
         look["tickvals"] = axis.ticks
     if axis.log:
         look["type"] = "log"
-    else:
-        look["ticksuffix"] = axis.unit
     if axis.low is not None and axis.high is not None:
         ends = [axis.low, axis.high]
         look["range"] = [math.log10(end) for end in ends] if axis.log else ends

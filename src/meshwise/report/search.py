@@ -262,7 +262,7 @@ def _space(
         marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
     front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]
     marks.append(_plans("Pareto front", front, link, color=plot.FRONT_COLOR))
-    shades = plot.INK, plot.COLORS[3], plot.COLORS[0]
+    shades = plot.INK, "#cc00cc", "#009999"  # of no value
     for (name, point), shade in zip(_marked(result), shades, strict=False):
         marks.append(_plans(name, [point], link, color=shade, **MARKED))
     named = front[:: max(len(front) // 8, 1)]

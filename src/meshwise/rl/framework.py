@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import read_catalog
@@ -95,7 +96,9 @@ def find_framework(text: str, without: str = "") -> RlFramework:
         names = ", ".join(dict.fromkeys(one.name for one in CATALOG.frameworks))
         raise WorkloadError(f"framework {name!r} is not known; known are {names}, with =VERSION if you like")
     older = [one for one in known if not version or _numbers(one.version) <= _numbers(version)]
-    return max(older or known[:1], key=lambda one: _numbers(one.version))
+    found = max(older or known[:1], key=lambda one: _numbers(one.version))
+    is_known = version in ("", found.version)
+    return found if is_known else replace(found, source=f"{found.source}; {version} itself was not read")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -163,9 +163,10 @@ def _on_page(text: str, view: str) -> str:
     fields = {option.typed.replace("_", "-"): option.typed for option in options(home(view)).values()}
 
     def field(flag: re.Match[str]) -> str:
-        return fields[flag[2]] + "=no" * bool(flag[1]) if flag[2] in fields else flag[0]
+        sign = f"=no{flag[3]}" if flag[1] else "=" * len(flag[3])
+        return fields[flag[2]] + sign if flag[2] in fields else flag[0]
 
-    return text if "meshwise " in text else re.sub("--(no-)?([a-z-]+)", field, text)
+    return text if "meshwise " in text else re.sub("--(no-)?([a-z-]+)((?: (?=[A-Z]))?)", field, text)
 
 
 def home(view: str) -> str:

@@ -6,6 +6,7 @@ const PLOTLY = {
 };
 const CHARACTER_PX = 8, TICK_PX = 50, LEGEND_PX = 19; // of a label on average, of a number with its unit, of a row
 const OF_PAGE = /"#(333333|e9e9e9|ffffff)"/g; // marks in the colors of text, of what is empty, of paper
+const PREFIXES = ["p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E"];
 const range = (first, last) => Array.from({ length: Math.max(last - first + 1, 0) }, (_, i) => first + i);
 const DIGITS = [...[0.1, 0.2, 0.5, 1].map((step) => range(0, Math.round(9 / step) - 1).map((i) => 1 + i * step)), [1, 2, 5], [1]];
 const charts = () => [...document.querySelectorAll("figure > .chart")];
@@ -35,13 +36,21 @@ function logTicks(low, high, most) {
   return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
 }
 
+/** `value` with an SI prefix and its unit. */
+function withUnit(value, unit) {
+  const power = Math.floor(Math.log10(value) / 3 + 1e-9);
+  return `${+(value / 1000 ** power).toPrecision(3)}${PREFIXES[power + 4] ?? `e${3 * power}`}${unit}`;
+}
+
 /** Where numbers stand on an axis; between powers of ten plotly shows a digit alone, without its unit. */
 function ticks(axis, values, most) {
   if (axis.type === "category" || axis.tickvals) return {};
-  if (axis.type !== "log" || axis.tickformat !== "~s") return { nticks: most };
+  if (axis.type !== "log" || axis.exponentformat) return { nticks: most };
   const logs = axis.range || values.filter((value) => value > 0).map(Math.log10);
   const [low, high] = logs.reduce(([low, high], log) => [Math.min(low, log), Math.max(high, log)], [Infinity, -Infinity]);
-  return low <= high ? { tickvals: logTicks(10 ** low, 10 ** high, most) } : {};
+  const tickvals = low <= high ? logTicks(10 ** low, 10 ** high, most) : [];
+  if (!tickvals.length) return {};
+  return axis.tickformat === "~s" ? { tickvals, ticktext: tickvals.map((value) => withUnit(value, axis.ticksuffix)) } : { tickvals };
 }
 
 /** Room for the labels of the axes and a row of the legend, so that plotly need not measure them; long names are cut. */
@@ -51,7 +60,7 @@ function margins(data, { xaxis, yaxis, showlegend }, width) {
   const most = widest > 0.7 * room ? Math.floor(room / 2) : widest;
   const cut = (name) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
   if (most < widest) Object.assign(yaxis, { tickvals: names, ticktext: names.map(cut) });
-  return { l: Math.max(yaxis.title ? 66 : 48, 14 + CHARACTER_PX * most), r: 24, t: showlegend ? 32 : 8, b: xaxis.title ? 48 : 28 };
+  return { l: Math.max(yaxis.title ? 76 : 48, 14 + CHARACTER_PX * most), r: 24, t: showlegend ? 32 : 8, b: xaxis.title ? 48 : 28 };
 }
 
 /** Draws the figure that stands beside `chart`, or what has changed of it; more rows of a legend make it higher. */
