@@ -7,8 +7,8 @@ The device guard of CUDA: torch has one that does nothing, made for fake tensors
 guard that counts no devices; a torch built without CUDA has none, so one is put there first. The hooks of
 CUDA, by which autograd asks whether there is an accelerator: torch's object gets a copy of its table of
 functions with some of them replaced. Their numbers are those of the headers that come with torch
-(`HOOK_NAMES`; the same from 2.10 to 2.15). The timer of CUDA, which DDP's reducer makes: it is struck off the
-list of timers, so that the reducer has none, as where torch was built without CUDA.
+(`HOOK_NAMES`; a test holds them against the torch at hand). The timer of CUDA, which DDP's reducer makes: it
+is struck off the list of timers, so that the reducer has none, as where torch was built without CUDA.
 """
 
 import ctypes
@@ -56,6 +56,7 @@ def supply_cuda_objects(devices: int, device: int) -> None:
         **dict.fromkeys(("isBuilt", "isAvailable", "hasPrimaryContext", "isPinnedPtr", "hasCUDA"), yes),
         **dict.fromkeys(("init", "setCurrentDevice"), no),
         **dict.fromkeys(("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice"), this),
+        **dict.fromkeys(HOOK_NAMES[-2:], yes),  # by which cuDNN would ask the device at hand
         "deviceCount": _constant(devices),
         "getDefaultGenerator": _address(cpu, _SYMBOLS["cpu_generator"]),
         "getNewGenerator": _address(cpu, _SYMBOLS["new_generator"]),
