@@ -227,8 +227,7 @@ def search(
     )  # fmt: skip
     if beside is None:
         return found
-    size = next(iter(microbatch), 1)
-    work = Workload(batch=batch, seq=job["seq"], microbatch=size)
+    work = Workload(batch=batch, seq=job["seq"], microbatch=next(iter(microbatch), 1))
     return replace(found, beside=price(job["model"], job["cluster"], _plan(beside, job["cluster"]), work))
 
 

@@ -183,8 +183,7 @@ def _fitted(name: str, wires: Sequence[Bandwidth], usual_s: float) -> Level:
     wires = collective if any(one.bytes >= _LEAST_BYTES for one in collective) else wires
     calls = [_carried(name, one) for one in wires]
     weights = [one.count * one.wire_s**2 for one in wires]  # of absolute errors: they add up to a step
-    num = sum(one.count for one in wires)
-    refuse("calls of a link", DataError, num=num, name=name, least=_MIN_CALLS)
+    refuse("calls of a link", DataError, num=sum(one.count for one in wires), name=name, least=_MIN_CALLS)
     told = "" if fit_link(calls, weights)[1] else " (latency assumed)"
     speed, latency = fit_link(calls, weights, usual_s)
     links = (Link(speed, latency, math.inf),)

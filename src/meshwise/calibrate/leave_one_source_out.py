@@ -66,8 +66,7 @@ class MissesByOthers:
     def _spreads(self, quantity: str, known: Sequence[Expressed]) -> dict[str, Spread]:
         misses = self.by_source[quantity]
         names = dict.fromkeys(name for each in known for name in regimes_of(each, quantity))
-        found = {name: spread(known, misses, quantity, name) for name in names}
-        return found | {
+        return {name: spread(known, misses, quantity, name) for name in names} | {
             f"{intervals.UNMEASURED}{aspect}": excess(known, without, misses, quantity, aspect)
             for aspect, without in self.by_aspect[quantity].items()
         }

@@ -120,8 +120,7 @@ def _numbers(text: str, column: str, names: Iterable[str], optional: Iterable[st
 
 def _from_ops(row: dict[str, str]) -> tuple[str, Stated, float]:
     seconds = _positive(row["latency_us"], "latency_us") * 1e-6
-    ranks = _positive(row["n_gpus"], "n_gpus")
-    return _chip(row["hardware"]), _stated(row, ranks), seconds
+    return _chip(row["hardware"]), _stated(row, _positive(row["n_gpus"], "n_gpus")), seconds
 
 
 def _stated(row: dict[str, str], ranks: float) -> Stated:

@@ -244,8 +244,7 @@ def launch(*, out: Path | None = None, json: bool = False, **asked: Any) -> None
         out: Write the files into this folder.
     """
     found = api.launch(**asked)
-    written = found.write(out) if out is not None else []
-    show(found, json=json, ok=found.runs_as_priced, written=written)
+    show(found, json=json, ok=found.runs_as_priced, written=found.write(out) if out is not None else [])
 
 
 @takes(api.collective)

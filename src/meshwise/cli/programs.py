@@ -74,8 +74,7 @@ def dryrun(
         _show(script, csv, json)
         return
     found, options = _parse(context, program, show_help)
-    outcome = api.dry_run(found.name, quiet=json, **asked, **options)
-    _show(outcome, csv, json, says_result=found.says_result)
+    _show(api.dry_run(found.name, quiet=json, **asked, **options), csv, json, says_result=found.says_result)
 
 
 @takes(api.compare, optional=("program",))

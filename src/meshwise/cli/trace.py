@@ -230,8 +230,7 @@ def diff(paths: list[Path], *, ray: str = "", json: bool = False, limit: Count =
         old, new = (_summarized([path]) for path in paths)
         found = difference(old, new)
     rows = {"before": old.rank_rows(), "after": new.rank_rows(), "findings": [*map(asdict, new.findings)]}
-    document = asdict(found) | rows
-    print_answer(document, change_parts(old, new, found, limit), json=json)
+    print_answer(asdict(found) | rows, change_parts(old, new, found, limit), json=json)
 
 
 def ledger(

@@ -273,8 +273,7 @@ def _steps(
     places_inside = ranks
     joined: Num = 1.0  # ranks of a domain of the level inside
     for level, link in enumerate(links):
-        outermost = level == len(links) - 1
-        here, places = (ranks, 1.0) if outermost else domains(ranks, stride, link, runs)
+        here, places = (ranks, 1.0) if level == len(links) - 1 else domains(ranks, stride, link, runs)
         is_axis = np.asarray(link.ways) > 0
         is_network = bool(level) and not link.box and not np.all(is_axis)
         in_box = efficiency.pcie if level and link.box == "pcie" else efficiency.inner

@@ -140,8 +140,7 @@ def simulate(
     compute_s[first + 1] += compute_s[first]
     compute_s[first] = 0.0
 
-    stops = np.cumsum([len(order) for order in orders])
-    start_s = _play(stops, source, hop_s, compute_s)
+    start_s = _play(np.cumsum([len(order) for order in orders]), source, hop_s, compute_s)
     end_s = start_s + compute_s
     start_s[first], end_s[first] = start_s[first + 1], end_s[first + 1]
     chunk_frac = 1.0 if schedule == "dualpipe" else 1.0 / v

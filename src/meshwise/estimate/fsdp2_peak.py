@@ -356,8 +356,7 @@ class PipelineRank:
                 flags = at_work * (moments.summed == is_summed)
                 if flags.any():
                     total = total + flags @ self._top(kind, is_summed)[:, cells]
-        whole = self.whole[:, cells].sum(axis=0)
-        most = np.maximum(whole + total.max(axis=0), self.first[cells])
+        most = np.maximum(self.whole[:, cells].sum(axis=0) + total.max(axis=0), self.first[cells])
         for number, ends in enumerate(moments.ends):
             others = 1.0 * (np.arange(len(self.chunks)) != number)
             alive, turned, summed, done = (row * others for row in ends)

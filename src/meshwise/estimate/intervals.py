@@ -173,8 +173,7 @@ def interval_of(
     missing = [*unmeasured(quantity, cluster, plan, among).items()]
     missing += [] if is_training else [("generation", "of a pass alone")]
     known = {name: spread for name, spread in table.items() if not name.startswith(UNMEASURED)}
-    found = regimes(quantity, model, cluster, plan)
-    used = {name: known[name] for name in found if name in known} or known
+    used = {name: known[name] for name in regimes(quantity, model, cluster, plan) if name in known} or known
     far = {what: _distance(table, aspect) for aspect, what in missing}
     if on_links_frac:
         far[f"over {cluster.levels[-1].name}"] = on_links_frac * NETWORK

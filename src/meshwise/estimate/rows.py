@@ -152,8 +152,7 @@ def _pipeline_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
     if waited_s > 0:
         yield _spent("pipeline", "wait_for_messages", waited_s, collective="send", axis="pp")
     own_s = float(cost.time.total_s * mesh.num_microbatches)
-    idle_s = float(step.work_s) + float(step.bubble_s) - own_s
-    yield _spent("pipeline", "bubble", idle_s)
+    yield _spent("pipeline", "bubble", float(step.work_s) + float(step.bubble_s) - own_s)
 
 
 def _messages(mesh: Mesh, stage: Stage) -> Iterator[tuple[str, str, str, float]]:

@@ -141,8 +141,7 @@ def _pipeline_waits(
         played_s = [_played_s(mesh, times, hop_s=hop) for hop in (0.0, hop_s)]
         own_s = larger(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
         bubble = where(is_own, own_s * (mesh.pp > 1), bubble)
-        held_s = _held_s(mesh, hop_s)
-        comm_pp = where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)
+        comm_pp = where(is_own, (played_s[1] - played_s[0] + _held_s(mesh, hop_s)) * (mesh.pp > 1), comm_pp)
     # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
     filling_s = added(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
     return bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s, comm_pp

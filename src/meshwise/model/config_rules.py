@@ -420,8 +420,7 @@ def gemma3n(c: Config) -> Fields:
         return Layer(window=window, ffn_hidden=widths[i] * (widths[i] != widths[0]), keys=keys)
 
     streams = arch.Streams(number=c.altup_num_inputs, laurel_rank=c.laurel_rank)
-    layers = tuple(map(layer, range(number)))
-    return {"layers": layers, "ffn_hidden": widths[0], "streams": streams}
+    return {"layers": tuple(map(layer, range(number))), "ffn_hidden": widths[0], "streams": streams}
 
 
 def patches(c: Config) -> Fields:

@@ -90,10 +90,9 @@ def _letters(name: str) -> str:
 
 @cache
 def _by_letters() -> dict[str, str]:
-    entries = _entries().items()
     names = (
         (alias, name)
-        for name, entry in entries
+        for name, entry in _entries().items()
         for alias in (*HUB.findall(entry["source"]), *entry.get("aliases", ()), name)
     )
     whole = {part: name for alias, name in names for part in _readings(alias)}

@@ -48,13 +48,11 @@ def with_inputs(model: Model, inputs: Inputs) -> Model:
     wanted = {"images": ("vision", inputs.images), "audio_s": ("audio", inputs.audio_s)}
     known = {tower.name for tower in model.towers}
     for option, (name, number) in wanted.items():
-        is_counted = any(part.startswith(name) for part, _ in model.left_out)
         refuse(
             "inputs", WorkloadError, model=model, option=option, name=name, number=number, most=_MOST,
-            is_read=name in known, is_counted=is_counted,
+            is_read=name in known, is_counted=any(part.startswith(name) for part, _ in model.left_out),
         )  # fmt: skip
-    towers = tuple(_sized(tower, inputs) for tower in model.towers)
-    return replace(model, towers=towers)
+    return replace(model, towers=tuple(_sized(tower, inputs) for tower in model.towers))
 
 
 def with_latent(model: Model, frames: int | None, size: tuple[int, int] | None) -> Model:

@@ -126,8 +126,7 @@ def _adapters(weight: Weight, rank: int) -> Iterator[Weight]:
         return
     d_in, d_out = weight.shape
     # Beside a cut layer, the adapter that is not cut sees the rank's part of the other one.
-    gradient = "part" if weight.cut else weight.gradient
-    adapter = replace(weight, gradient=gradient, is_adapter=True)
+    adapter = replace(weight, gradient="part" if weight.cut else weight.gradient, is_adapter=True)
     for side, shape, cut in (("a", (d_in, rank), ROWS), ("b", (rank, d_out), COLUMNS)):
         name, is_cut = f"{weight.name}_lora_{side}", weight.cut == cut
         whole = replace(adapter, op=name, name=name, shape=shape, cut=WHOLE, units=0)

@@ -210,8 +210,7 @@ def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     if not any(isinstance(size, np.ndarray) for size in sizes):
         return [_stage(mesh, row) for row in _patterns(model, mesh.plan.stages)(*map(int, sizes))]
     patterns, pattern = patterns_of(model, mesh)
-    absent = (0.0,) * len(patterns[0][0])
-    rows = itertools.zip_longest(*patterns, fillvalue=absent)
+    rows = itertools.zip_longest(*patterns, fillvalue=(0.0,) * len(patterns[0][0]))
     return [_stage(mesh, np.array(kth).T[:, pattern]) for kth in rows]
 
 

@@ -74,8 +74,7 @@ def side_ops(model: Model, cut: Cut, sides: Iterable[Side]) -> Iterator[Op]:
             else elementwise(side.module, side.name, "conv" if side.taps else model.norm, x, cut.precision)
         )
         for op in ops:
-            keeps = op.makes if side.kept and op.phase == "forward" else ()
-            yield structs.replace(op, keeps=keeps)
+            yield structs.replace(op, keeps=op.makes if side.kept and op.phase == "forward" else ())
 
 
 def per_layer(model: Model, own: PerLayer, cut: Cut, x: Tensor) -> Stated:

@@ -253,8 +253,7 @@ def _layer(
     of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None, *, is_moe: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention, then the feed-forward or the experts; with experts, the routing's metrics too."""
-    attended = _attention(of, s, weights, x, cache)
-    middle = s.new("x", *x.shape, reads=(x, attended))
+    middle = s.new("x", *x.shape, reads=(x, _attention(of, s, weights, x, cache)))
     normed = s.new("normed", *x.shape, reads=(middle,))
     metrics: list[Tensor] = []
     if is_moe:
@@ -372,8 +371,7 @@ def _expert_results(of: Pass, s: Script, weights: dict[str, Tensor], slots: Sequ
 
     def together(chunk: tuple[Num, ...], count: Num) -> Tensor:
         moved, rows = slots[0].view("chunk", *chunk), Tensor("rows", (is_copied, *chunk), of.dtype)
-        copies = is_copied * count
-        s.op("clone", "kernel", chunk, reads=(moved,), makes=(rows,), count=copies, part="chunks")
+        s.op("clone", "kernel", chunk, reads=(moved,), makes=(rows,), count=is_copied * count, part="chunks")
         return rows
 
     def answer(rows: Tensor, count: Num, batch: Num | None = None) -> Tensor:
@@ -438,8 +436,7 @@ class _Dense:
         """And out again by another."""
         of, width = self.of, self.of.config.decoder_embed_dim
         rows = slots[0].view("slots", of.slots, width)
-        shape = (1.0, of.tokens, width, of.slots)
-        return self.s.matmul("mm", shape, (self.tensors[0], rows), part="combine")
+        return self.s.matmul("mm", (1.0, of.tokens, width, of.slots), (self.tensors[0], rows), part="combine")
 
 
 class _Sparse:
@@ -485,8 +482,7 @@ def _loss(of: Pass, s: Script, logits: Tensor) -> None:
     """The log-softmax of the logits; cut over tp, three numbers of a token are summed or compared."""
     row = (*of.logits[:-1], 1)
     if of.tp == 1:
-        rows = _log_softmax(of, s, logits, of.logits)
-        chosen = s.new("chosen", *row, dtype="fp32", reads=(rows,))
+        chosen = s.new("chosen", *row, dtype="fp32", reads=(_log_softmax(of, s, logits, of.logits),))
     else:
         shifted, total = _shifted_logits(of, s, logits, of.logits)
         chosen = s.new("own", *row, dtype="fp32", reads=(shifted, total))
@@ -548,5 +544,4 @@ def _reduced(of: Pass, s: Script, x: Tensor, part: str = "tensor_parallel") -> N
     """The sum over tensor-parallel ranks of a block's output, or of the embedding."""
     whole = part == "embedding" or s.module.endswith("MultiheadAttention")
     rows = (of.batch, of.length) if whole else (of.tokens,)
-    shape = (*rows, of.config.decoder_embed_dim)
-    s.collective("all_reduce", "all_reduce", shape, "tp", of.tp, x, part=part)
+    s.collective("all_reduce", "all_reduce", (*rows, of.config.decoder_embed_dim), "tp", of.tp, x, part=part)

@@ -54,14 +54,13 @@ class Generation:
         """The pass that column `column` is decided from."""
         past = column - 1 if column > self.first else 0
         tokens = self.sequences * (column - past)
-        experts = self.config.num_moe_layers
         return Pass(
             config=self.config,
             batch=self.sequences,
             length=column - past,
             past=past,
             last_only=True,
-            capacity=float(num_slots(self.config, tokens)) if experts else 0.0,
+            capacity=float(num_slots(self.config, tokens)) if self.config.num_moe_layers else 0.0,
             ep=self.placement.ep,
             tp=self.placement.tp,
             dtype=self.dtype,
@@ -109,8 +108,7 @@ def merged(ops: Iterable[Op]) -> list[Op]:
     found: dict[tuple[object, ...], Op] = {}
     for op in ops:
         key = (op.part, op.module, op.name, op.shape, op.dtype, op.axis, op.num_params, op.cost.read_bytes)
-        count = op.count + (found[key].count if key in found else 0.0)
-        found[key] = structs.replace(op, count=count)
+        found[key] = structs.replace(op, count=op.count + (found[key].count if key in found else 0.0))
     return list(found.values())
 
 
@@ -129,8 +127,7 @@ def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor]:
         "ended_score": ((rows,), "fp32"),
     }
     held |= {name: s.new(name, *shape, dtype=dtype) for name, (shape, dtype) in state.items()}
-    cache = s.new("cache", 2 * of.config.decoder_layers, *of.store_shape)
-    return held, cache
+    return held, s.new("cache", 2 * of.config.decoder_layers, *of.store_shape)
 
 
 def _pass(of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: Tensor) -> list[Tensor]:

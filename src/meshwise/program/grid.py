@@ -279,10 +279,9 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
     axes |= {"all_to_all": cut.axis(COL)} if is_cube(cut) else {}
     inner = replace(cut, tp=heads, ulysses=ulysses, ring=ring["group_size"], gather_keys=True)
     dim, kv_heads = model.head_dim, model.num_kv_heads / heads
-    numbers = {"q": model.num_heads / heads, "k": kv_heads, "v": kv_heads}
     projected = tuple(
         made(ATTENTION, name, (inner.tokens, number * dim), cut.precision.act_dtype)
-        for name, number in numbers.items()
+        for name, number in {"q": model.num_heads / heads, "k": kv_heads, "v": kv_heads}.items()
     )
     for op in core_attention(model, inner, projected, dim, dim, kv_heads):
         if op.kind != "collective":

@@ -78,8 +78,7 @@ def all_moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: i
     actions = np.concatenate(columns).T.astype(np.float64)
     last = [int(np.flatnonzero(mine & np.isin(kinds, (_B, _W)))[-1]) for mine in of_chunk]
     ends = tuple(tuple(np.split(actions[place], len(columns))[:4]) for place in last)
-    number = len(of_chunk)
-    grows = np.isin(np.arange(actions.shape[1]) // number, (0, 2))  # alive, summed
+    grows = np.isin(np.arange(actions.shape[1]) // len(of_chunk), (0, 2))  # alive, summed
     rows = np.split(_fullest(np.unique(actions, axis=0), grows), len(columns), axis=1)
     return Moments(*rows, ends=ends)  # type: ignore[arg-type, misc]
 
@@ -128,5 +127,4 @@ def next_chunks(visits: list[int], start: int) -> dict[int, None]:
 
 
 def _order(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Any, Any]:
-    name = SCHEDULES[schedule] if pp > 1 else "1f1b"
-    return rank_order(name, rank, pp, num_microbatches, vpp)
+    return rank_order(SCHEDULES[schedule] if pp > 1 else "1f1b", rank, pp, num_microbatches, vpp)

@@ -106,5 +106,4 @@ def block_input_bytes(model: Model, cut: Cut) -> Num:
     """The input of a block as a rank keeps it: its part of the tokens, of the longer side of two."""
     streams = model.streams.number if model.streams else 1
     longer = source_cut(model, cut).split_tokens if model.encoder else 0.0
-    tokens = larger(cut.split_tokens, longer)
-    return tokens * streams * model.hidden * cut.precision.act_bytes
+    return larger(cut.split_tokens, longer) * streams * model.hidden * cut.precision.act_bytes

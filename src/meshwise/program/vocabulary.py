@@ -48,8 +48,7 @@ def embed(model: Model, cut: Cut) -> list[Op]:
     """
     weights = embedding_weights(model)
     if not cut.lora_rank:
-        ops = hold(_embed(model, cut), weights, cut, shards)
-        return backward_last(as_done_by(model, cut, ops))
+        return backward_last(as_done_by(model, cut, hold(_embed(model, cut), weights, cut, shards)))
     forward = [structs.replace(op, keeps=()) for op in _embed(model, cut) if op.phase == "forward"]
     return as_done_by(model, cut, hold(forward, frozen(weights), cut, shards))
 

@@ -413,8 +413,7 @@ def _of_kind(ledger: Ledger, name: str) -> Ledger:
 
 def ledger_parts(ledger: Ledger) -> Iterator[Table]:
     """The columns of a ledger that say something, its names first."""
-    used = ledger.used_columns()
-    ordered = sorted(used, key=lambda name: name not in ("module", "op", "phase"))
+    ordered = sorted(ledger.used_columns(), key=lambda name: name not in ("module", "op", "phase"))
     columns = {name: f"<short({name})" if name in TEXT_COLUMNS else name for name in ordered}
     yield records_table("", ledger.rows(), columns, no_wrap=True)
 
@@ -443,8 +442,7 @@ COLUMNS = ("", "A", "B", "B - A", "change")
 def compare_page(left: Estimate, right: Estimate) -> Page:
     """Two plans side by side, term by term."""
     names = [f"A: {', '.join(_apart(left, right))}", f"B: {', '.join(_apart(right, left))}"]
-    job = ("plan", "workload", "model", "cluster")
-    if all(getattr(left, name) == getattr(right, name) for name in job):
+    if all(getattr(left, name) == getattr(right, name) for name in ("plan", "workload", "model", "cluster")):
         headline = "A and B are the same plan"
         return Page("; ".join(names), headline, [Text("A and B", [headline, *names])], left.fits)
     change = right.step_s / left.step_s - 1

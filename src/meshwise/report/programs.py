@@ -37,8 +37,7 @@ def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     """The peak with the op that made it, then tables."""
     place = " ".join(filter(None, (outcome.peak_row.get(name, "") for name in ("phase", "module", "op"))))
     rank = f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}"
-    peak = of_capacity(outcome.peak_bytes, outcome.memory_bytes)
-    yield f"{rank}: peak memory {peak}, reached in {place}"
+    yield f"{rank}: peak memory {of_capacity(outcome.peak_bytes, outcome.memory_bytes)}, reached in {place}"
     alive = list(outcome.alive_at_peak.items())
     rest = sum(size for _, size in alive[_ROWS:])
     rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]

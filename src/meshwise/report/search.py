@@ -210,8 +210,7 @@ def _term_by_term(best: Estimate, beside: Estimate) -> Table | str:
     known = {name: pair for name, pair in seconds.items() if max(pair) > 1e-3 * best.step_s}
     rows = [pair_row(name, *pair, duration) for name, pair in known.items()]
     rows.insert(1, pair_row("memory needed", *sizes, lambda size: with_prefix(size, "B")))
-    title = f"the best plan beside the one asked for ({asked})"
-    return Table(title, ("", "best", "asked for", "more"), rows)
+    return Table(f"the best plan beside the one asked for ({asked})", ("", "best", "asked for", "more"), rows)
 
 
 def why_slower(found: Sequence[Reason]) -> Table:

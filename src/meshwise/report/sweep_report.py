@@ -76,8 +76,7 @@ def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str, *, has_le
     values: list[Any] = sorted({row.values[axis] for row in rows})
     is_wide = values[0] > 0 and values[-1] >= 8 * values[0]
     ticks = values if len(values) <= _MAX_TICKS else ()
-    along = ChartAxis(axis, log=is_wide, numbers="count", ticks=ticks)
-    return Chart(title, marks, along, result)
+    return Chart(title, marks, ChartAxis(axis, log=is_wide, numbers="count", ticks=ticks), result)
 
 
 def _named(key: str, value: Any) -> str:

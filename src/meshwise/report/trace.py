@@ -232,8 +232,7 @@ def _late_in_steps(summary: Summary) -> list[plot.Chart]:
     each = -(-len(ranks) // _MOST_LANES)
     first = np.arange(0, len(ranks), each)
     shown = np.digitize(np.maximum.reduceat(late_frac, first), _LATE) - 1
-    blocks = [ranks[i : i + each] for i in first.tolist()]
-    names = _rank_names(summary, blocks)
+    names = _rank_names(summary, [ranks[i : i + each] for i in first.tolist()])
     most = np.unravel_index(int(late_frac.argmax()), late_frac.shape)
     longest = f"rank {ranks[most[0]]} works {late_frac[most]:.0%} of a step longer in step {numbers[most[1]]}"
     finding = f"Work beyond that of the median rank in the same step, as a share of a step; {longest}."
@@ -244,8 +243,7 @@ def _late_in_steps(summary: Summary) -> list[plot.Chart]:
 
 def _ranks_over_time(summary: Summary) -> plot.Chart:
     """What fills most of each moment of each rank; the ranks that a finding names are marked."""
-    offsets = summary.alignment.offsets_ns
-    done = [(one.spans, offsets[one.rank]) for one in summary.intervals()]
+    done = [(one.spans, summary.alignment.offsets_ns[one.rank]) for one in summary.intervals()]
     parts = [(span, offset) for spans, offset in done for span in spans.values() if len(span[0])]
     bounds = [(starts[0] - offset, ends[-1] - offset) for (starts, ends), offset in parts]
     begin, end = min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)

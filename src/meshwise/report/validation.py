@@ -47,8 +47,7 @@ def _sizes(summary: ErrorSummary) -> tuple[str, str]:
 
 def _left_out_cells(rows: Sequence[Prediction]) -> tuple[str, ...]:
     """Median and mean error by the other sources, and the share of measurements in their interval."""
-    covered = percent(coverage_frac(rows))
-    return (*_sizes(summarize([row.left_out_error_frac for row in rows])), covered)
+    return (*_sizes(summarize([row.left_out_error_frac for row in rows])), percent(coverage_frac(rows)))
 
 
 def error_table(name: str, groups: Iterable[tuple[str, Sequence[Prediction]]]) -> Table:
@@ -212,8 +211,7 @@ def op_parts(found: FitReport) -> Iterator[Section]:
     """The error of every set of constants on its held-out rows (of 10 µs or 1 MiB and more)."""
     yield records_table("", found.scores, TABLES["constants"])
     if found.problems:
-        first = found.problems[0].reason
-        yield f"{len(found.problems)} rows could not be used; the first: {first}"
+        yield f"{len(found.problems)} rows could not be used; the first: {found.problems[0].reason}"
 
 
 def step_parts(found: StepFit) -> Iterator[Section]:

@@ -52,10 +52,9 @@ def next_step(found: Estimate) -> NextStep | None:
     if found.fits:
         fitting = [one for one in fitting if one.run.step_s < (1 - _LEAST_GAIN) * found.step_s]
     elif not fitting:
-        smallest = sorted(near, key=lambda one: one.run.memory_bytes["total"])[:_CARRIED]
         fitting = [
             NextStep((*one.changes, text), run)
-            for one in smallest
+            for one in sorted(near, key=lambda one: one.run.memory_bytes["total"])[:_CARRIED]
             for text, run in _neighbours(one.run)
             if run.fits
         ]

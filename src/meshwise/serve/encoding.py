@@ -68,8 +68,7 @@ def _cut(tower: Tower, mesh: Mesh) -> Cut:
 
 def _parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[tuple[Part, float]]:
     """The parts of the towers and of what joins them to the model, and how often a request runs each."""
-    seq = float(in_sequence(model) + across(model))
-    of_request = replace(mesh, kind="prefill", microbatch=1.0, seq=seq)
+    of_request = replace(mesh, kind="prefill", microbatch=1.0, seq=float(in_sequence(model) + across(model)))
     for tower in model.towers:
         if tower.num_tokens:
             cut = _cut(tower, mesh)

@@ -38,8 +38,7 @@ def traffic(
     """
     refuse("lengths", WorkloadError, prompt=prompt, output=output)
     arrives = trace is not None and bool(trace.arrival_s)
-    requests = trace if arrives else None
-    loads = {"rate": rate, "rates": rates, "concurrency": concurrency, "requests": requests}
+    loads = {"rate": rate, "rates": rates, "concurrency": concurrency, "requests": trace if arrives else None}
     stated = [name for name, load in loads.items() if load is not None]
     shape = {
         "num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio,

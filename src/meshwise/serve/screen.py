@@ -113,8 +113,7 @@ def screen(
         return None
     columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s", "token_s")
     joined = {name: np.concatenate([getattr(one, name) for one in screens]) for name in columns}
-    instances = tuple(one for group in screens for one in group.instances)
-    return Screen(instances=instances, **joined)
+    return Screen(instances=tuple(one for group in screens for one in group.instances), **joined)
 
 
 def _layouts(model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:

@@ -139,8 +139,7 @@ class Serving:
     def prefill(self, prompts: Num, tokens: Num | None = None) -> Cut:
         """A pass of `prompts` prompts, of `tokens` each or as served, in every group."""
         cut = cut_of(replace(self.mesh, kind="prefill", microbatch=prompts))
-        seq = float(self.prompt) if tokens is None else tokens
-        return replace(cut, seq=seq, **self.run_by)
+        return replace(cut, seq=float(self.prompt) if tokens is None else tokens, **self.run_by)
 
     def decode(self, sequences: Num, past: Num) -> Cut:
         """A pass of a token of each of `sequences` sequences in every group, behind `past` cached ones.

@@ -294,8 +294,7 @@ def default_instance(instance: Callable[[Cluster], Serving], cluster: Cluster) -
 def _together(of: Screen, limits: LatencyLimits, asked: float | None) -> Iterator[Choice]:
     """Each layout taking prompts and decoding: at the largest batch within the limits, or at several."""
     token_s, first_s, rate = of.token_s, of.first_s, of.rate
-    holds = of.fits & (token_s <= limits.tpot_s) & (first_s <= limits.ttft_s)
-    for i, j in _cells(holds, asked):
+    for i, j in _cells(of.fits & (token_s <= limits.tpot_s) & (first_s <= limits.ttft_s), asked):
         num = math.ceil(asked / rate[i, j]) if asked else 1
         runs = _running(num * rate[i], asked, j)
         yield Choice(

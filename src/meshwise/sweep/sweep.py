@@ -129,10 +129,9 @@ def read_sweep(path: Path) -> Sweep:
     grids = file.grid if isinstance(file.grid, list) else [file.grid]
     empty = [key for grid in grids for key, values in grid.items() if not values]
     empty += ["anything"] * (not any(grids))
-    num_points = sum(math.prod(map(len, grid.values())) for grid in grids)
     refuse(
         "sweep", DataError, f"{path}: ", file=file, verbs=", ".join(VERBS), empty=", ".join(empty),
-        most_s=threading.TIMEOUT_MAX, num_points=num_points,
+        most_s=threading.TIMEOUT_MAX, num_points=sum(math.prod(map(len, grid.values())) for grid in grids),
     )  # fmt: skip
     points: dict[str, GridPoint] = {}
     digest_of = cache(_digest)

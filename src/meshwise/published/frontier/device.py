@@ -90,8 +90,7 @@ def device_from_chip(
 
 def find_device(text: str, *, utilization: Num = BASE_UTILIZATION) -> Device:
     """The device that `text` names: a chip of the catalog, a cluster preset, or a cluster's TOML file."""
-    known = {name for key, chip in chips().items() for name in (key, *chip.aliases)}
-    if text.lower() in known:
+    if text.lower() in {name for key, chip in chips().items() for name in (key, *chip.aliases)}:
         return device_from_chip(find_chip(text), utilization=utilization)
     cluster = find_cluster(text)
     return replace(device_from_chip(cluster.chip, cluster.levels, utilization=utilization), name=cluster.name)

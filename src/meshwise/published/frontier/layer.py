@@ -52,8 +52,7 @@ def all_reduce_words_by_level(
     words: Num, ranks: Num, inner: Num, pattern: str = "multicast"
 ) -> tuple[Num, Num]:
     """Words of an all-reduce inside a domain and between domains; `inner` of the ranks share one."""
-    inside = all_reduce_words(words, inner, pattern)
-    return inside, all_reduce_words(words / inner, ranks / inner, pattern)
+    return all_reduce_words(words, inner, pattern), all_reduce_words(words / inner, ranks / inner, pattern)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
