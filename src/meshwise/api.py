@@ -623,7 +623,7 @@ def calibrate_server(
     def fleet(prompt: int, output: int) -> Fleet:
         return Fleet(serving(architecture, machine, served, prompt=prompt, output=output, engine=runs))
 
-    return fit_server(read_records([Path(path) for path in records]), fleet, runs)
+    return fit_server([one for path in records for one in read_records(Path(path))], fleet, runs)
 
 
 @reads_texts
@@ -908,12 +908,7 @@ def dry_run(
 
 
 def dry_run_script(
-    command: Sequence[str],
-    *,
-    ranks: int = 1,
-    rank: int = 0,
-    device: str = "h100-80g-sxm",
-    stdout: Any = None,
+    command: Sequence[str], *, ranks: int = 1, rank: int = 0, device: str = "h100-80g-sxm", stdout: Any = None
 ) -> ScriptOutcome:
     """Run anybody's torch program, unmodified, as one rank of a job on GPUs that are not there.
 
@@ -1080,7 +1075,6 @@ def explain(
     Raises:
         MeshwiseError: A trace is missing or unreadable, or as in `estimate`.
     """
-    from meshwise.core.errors import DataError
     from meshwise.trace.explain import explain as join
     from meshwise.trace.explain import reduces_all
     from meshwise.trace.summary import summarize_paths

@@ -9,7 +9,7 @@ A record without a rate or a number of clients sent all requests at once.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,7 @@ class ServerRecord:
         return in_closed_loop(min(self.clients, num), self.lengths, num=num)
 
 
-def read_records(paths: Sequence[Path]) -> list[ServerRecord]:
-    """The records of all files; DataError for a file that is none of the four."""
-    return [record for path in paths for record in _records(path)]
-
-
-def _records(path: Path) -> Iterator[ServerRecord]:
+def read_records(path: Path) -> Iterator[ServerRecord]:
     text = _NOT_JSON.sub("null", read_text(path, "records of a load generator", most_bytes=MOST_BYTES))
     try:
         documents = [(str(path), msgspec.json.decode(text))]

@@ -99,9 +99,7 @@ class CachingAllocator:
     def _best_fit(self, wanted: int, small: bool) -> _Block | None:
         free = self._free[small]
         place = bisect_left(free, (wanted, -1))
-        if place == len(free):
-            return None
-        return self._by_address[free.pop(place)[1]]
+        return None if place == len(free) else self._by_address[free.pop(place)[1]]
 
     def _new_segment(self, wanted: int, small: bool) -> _Block:
         if small:

@@ -248,9 +248,7 @@ def _placement(schedule: str, pp: int, v: int) -> Ints:
     rank = np.arange(pp)[:, None]
     if schedule in ("zb-v", "dualpipe-v"):
         return np.hstack([rank, 2 * pp - 1 - rank])
-    if schedule == "dualpipe":
-        return np.hstack([rank, pp - 1 - rank])
-    return rank + pp * np.arange(v)
+    return np.hstack([rank, pp - 1 - rank]) if schedule == "dualpipe" else rank + pp * np.arange(v)
 
 
 def _gpipe(rank: int, pp: int, m: int, v: int) -> Order:

@@ -31,7 +31,6 @@ from meshwise.program.weights_of_ops import ENDS, held_of
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts", "chunks")
 """Kinds of op whose FLOP are matrix work."""
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE, AGAIN = "forward", "backward", "weight", "core", "recompute"
-LINKS = ("near_forward_s", "near_backward_s", "far_forward_s", "far_backward_s")
 WAIT, SUM = "wait", "sum"
 """Kinds of what is no op of a layout."""
 DENSE, EXPERTS = 0, 1
@@ -183,10 +182,7 @@ def _part(
         core_bytes=kept.saved_bytes - kept.kept_bytes,
         redone_bytes=kept.back_bytes,
         loose_bytes=_loose_bytes(ops) if grad_bytes else 0.0,
-        held=(
-            _held(op for op in forward if not op.is_expert),
-            _held(op for op in forward if op.is_expert),
-        ),
+        held=(_held(op for op in forward if not op.is_expert), _held(op for op in forward if op.is_expert)),
         loss_room=_loss_room(ops),
         widest_bytes=largest(
             op.cost.write_bytes
@@ -236,10 +232,8 @@ def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
 
     Nor does an exchange start while the host of a rank that computes there is late (`op_host_s`).
     """
-    found: dict[str, Num] = {}
-    for name in LINKS:
-        phase = FORWARD if name.endswith("forward_s") else BACKWARD
-        found[name] = _own_host_s((row.op for row in priced), phase, machine)
+    late_s = {phase: _own_host_s((row.op for row in priced), phase, machine) for phase in (FORWARD, BACKWARD)}
+    found = {f"{links}_{phase}_s": late_s[phase] for links in ("near", "far") for phase in late_s}
     if any(anywhere(link.ways) for link in machine.base.links):  # a torus has links by axis
         return found
     for row in priced:
@@ -390,13 +384,11 @@ def _own_host_s(ops: Iterable[Op], phase: str, machine: Machine) -> Num:
 def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     """Time the CPU needs to launch the ops of a phase; a collective of one rank is not launched."""
     alike = [op for op in ops if op.phase == phase]
-    launches: Num = 0.0
-    calls: Num = 0.0
-    for op in alike:
-        is_started = (op.group_size > 1) * 1.0 if op.kind == "collective" else op.launches
-        launches = launches + op.count * is_started
-        if op.kind == "matmul" and op.is_expert:
-            calls = calls + op.count * op.shape[0] * (2.0 if op.dtype in NARROW_DTYPES else 1.0)
+    launches = added(
+        op.count * ((op.group_size > 1) * 1.0 if op.kind == "collective" else op.launches) for op in alike
+    )
+    of_experts = [op for op in alike if op.kind == "matmul" and op.is_expert]
+    calls = added(op.count * op.shape[0] * (2.0 if op.dtype in NARROW_DTYPES else 1.0) for op in of_experts)
     each_s = overheads.host_s + overheads.launches_block * overheads.blocked_s
     on_host = each_s * launches + overheads.expert_call_s * calls
     if not any(op.is_expert for op in alike):

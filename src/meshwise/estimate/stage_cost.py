@@ -48,8 +48,7 @@ class StageTime(PhaseTimes):
 
     def __add__(self, other: StageTime) -> StageTime:
         """Both, one after the other."""
-        names = [each.name for each in fields(StageTime)]
-        return StageTime(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return StageTime(**{of.name: getattr(self, of.name) + getattr(other, of.name) for of in fields(self)})
 
     def free_s(self, is_far: Num, idle_s: Num) -> tuple[Num, Num]:
         """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction.

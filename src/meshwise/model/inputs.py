@@ -63,8 +63,7 @@ def with_latent(model: Model, frames: int | None, size: tuple[int, int] | None) 
     """
     own, patches = model.diffusion, model.patches
     square = own and patches and own.side_stride * patches.patch
-    names = {"model": model, "own": own, "frames": frames, "size": size, "square": square, "most": _MOST}
-    refuse("latent", WorkloadError, **names)
+    refuse("latent", WorkloadError, model=model, own=own, frames=frames, size=size, square=square, most=_MOST)
     assert own is not None and patches is not None
     if size is not None:
         patches = replace(patches, width=size[0] // own.side_stride, height=size[1] // own.side_stride)

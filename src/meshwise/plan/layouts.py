@@ -71,10 +71,7 @@ def _divisions(
     if layout in ("1d", "2d-cp"):
         rows = grid[1] if layout == "2d-cp" else 1
         across = (halves * rows if rows > 1 else 1, columns * rows)
-        return [
-            *((*what, columns) for what in (ffn, *heads)),
-            *((*tokens, divisor) for divisor in across),
-        ]
+        return [*((*what, columns) for what in (ffn, *heads)), *((*tokens, divisor) for divisor in across)]
     if layout == "3d":
         side = columns
         cuts = [(*what, side * side) for what in (hidden, ffn, inner)]

@@ -110,9 +110,7 @@ def layers_before(model: Model) -> NDArray[np.float64]:
 
 def rank_of_chunk(chunk: int, pp: int, folding: int) -> int:
     """The stage that holds a chunk; under mirrored ones the first of two."""
-    if folding == FOLDED and chunk >= pp:
-        return 2 * pp - 1 - chunk
-    return chunk % pp
+    return 2 * pp - 1 - chunk if folding == FOLDED and chunk >= pp else chunk % pp
 
 
 @lru_cache(maxsize=4096)

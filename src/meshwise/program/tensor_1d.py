@@ -73,16 +73,12 @@ def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
         ATTENTION, "out_proj", "o", mixed, model.hidden, cut, bias=model.out_bias,
         leaves=not model.parallel_block,
     )  # fmt: skip
-    if model.parallel_block:
-        return out
-    return (yield from leave(model, cut, ATTENTION, 1, out, x))
+    return out if model.parallel_block else (yield from leave(model, cut, ATTENTION, 1, out, x))
 
 
 def mlp(model: Model, cut: Cut, x: Tensor, attended: Tensor | None = None) -> Stated:
     """Norm, fc1, activation, fc2, dropout, residual; in a parallel block, the sum with what is `attended`."""
-    normed = x
-    if model.num_norms > 1:
-        normed = yield from _entry_norm(model, cut, MLP, "norm2", x)
+    normed = (yield from _entry_norm(model, cut, MLP, "norm2", x)) if model.num_norms > 1 else x
     out = yield from feed_forward(model, cut, MLP, model.ffn_hidden, normed, alone=attended is None)
     if attended is not None:
         out = yield from _add_attention(model, cut, (out, attended))
@@ -232,9 +228,7 @@ def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
         of["v"] = of["k"]
     yield from _indexer(model, cut, x)
     mixed = yield from core_attention(model, cut, (of["q"], of["k"], of["v"]), dim, v_dim, kv_heads)
-    if model.attention_gate:
-        return (yield from _gated(of["gate"], mixed, cut))
-    return mixed
+    return (yield from _gated(of["gate"], mixed, cut)) if model.attention_gate else mixed
 
 
 def _gated(gate: Tensor, mixed: Tensor, cut: Cut) -> Stated:

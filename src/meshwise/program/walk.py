@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from meshwise.core.columns import by_key
 from meshwise.core.numbers import added, larger
 from meshwise.core.units import Num
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
@@ -162,10 +163,7 @@ class Walk:
             self.stays.append(self._bits(op.stays) if makes else 0)
         self.remade = sum(bit for bit, i in self.maker.items() if self.ops[i].remade)
         self.dropped = sum(bit for bit, i in self.maker.items() if self.ops[i].drops)
-        self.segments: dict[str, list[int]] = {}
-        for i, op in enumerate(self.ops):
-            if op.segment:
-                self.segments.setdefault(op.segment, []).append(i)
+        self.segments = by_key((op.segment, i) for i, op in enumerate(self.ops) if op.segment)
 
     def activations(self) -> Activations:
         """What is kept with and without recomputation, and the most that comes back."""

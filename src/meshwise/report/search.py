@@ -30,7 +30,7 @@ from meshwise.search.difference import Reason
 from meshwise.search.fit_card import CardFit, CardRun
 from meshwise.search.next_step import largest_cost
 from meshwise.search.search import Result
-from meshwise.search.sensitivity import Assumption, Version, hurts_most
+from meshwise.search.sensitivity import Assumption, hurts_most
 from meshwise.search.study import MEASURES, Study
 
 
@@ -47,13 +47,12 @@ def parts(
     yield Text("", how_many(result))
     if result.best:
         yield Text("", list(answer_lines(result)))
-        plans = [plan_text(found.plan) for found in result.best]
         yield plans_table(result, shown)
         runs = [run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
-            run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
+            lines = [(*run.values(), plan_text(of.plan)) for run, of in zip(runs, result.best, strict=True)]
             title = "what it costs" + ", failures included" * (budget.tokens is not None)
-            yield Table(title, (*runs[0], "plan"), run_rows, left=("plan",))
+            yield Table(title, (*runs[0], "plan"), lines, left=("plan",))
     else:
         yield Text("", why_none(result))
     if result.not_tried:
@@ -64,7 +63,8 @@ def parts(
         yield _term_by_term(result.best[0], result.beside)
         yield from [why_slower(found)] if (found := result.reasons) else []
     if result.versions:
-        yield of_versions(result.versions)
+        title = "the best plan under other versions of the software"
+        yield records_table(title, result.versions, TABLES["versions"], first=result.versions[0])
     if result.weighed:
         yield from _weighed(result.weighed)
 
@@ -146,11 +146,9 @@ def _told(result: Result, found: Estimate, of: Basis) -> str:
 
 
 def _with_step(result: Result, found: Estimate, of: Basis) -> str:
-    text, microbatch, step = plan_text(found.plan) or DATA_PARALLEL, found.workload.microbatch, found.step_s
-    taken = (
-        f"robust {duration(of.robust_s)} ({duration(step)} as estimated)" if result.robust else duration(step)
-    )
-    return f"{text}, microbatch {microbatch}, {taken}"
+    step = duration(found.step_s)
+    taken = f"robust {duration(of.robust_s)} ({step} as estimated)" if result.robust else step
+    return f"{plan_text(found.plan) or DATA_PARALLEL}, microbatch {found.workload.microbatch}, {taken}"
 
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
@@ -221,12 +219,6 @@ def why_slower(found: Sequence[Reason]) -> Table:
         return ", ".join(f"{name} {difference_text(reason.more_s[name])}" for name in moved[:2])
 
     return records_table("from the plan asked for to the best", found, TABLES["reasons"], mostly=mostly)
-
-
-def of_versions(found: Sequence[Version]) -> Table:
-    """The same plan under several versions of software, and the best plan of each."""
-    title = "the best plan under other versions of the software"
-    return records_table(title, found, TABLES["versions"], first=found[0])
 
 
 def why_none(result: Result) -> list[str]:

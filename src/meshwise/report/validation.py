@@ -126,16 +126,15 @@ def _parts_text(row: Prediction) -> str:
 
 def parts(validation: Validation, *, num_worst: int = 10) -> Iterator[Section]:
     """All quantities, earlier releases, what would mend runs, and what could not be expressed."""
-    tables: list[Table] = []
     for quantity in validation.quantities:
-        rows = validation.of(quantity)
-        title = TITLES.get(quantity, quantity)
-        tables += [error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)]
-    yield from (table for table in tables if table.rows)
+        rows, title = validation.of(quantity), TITLES.get(quantity, quantity)
+        tables = error_table(title, [("all", rows)]), *group_tables(rows), worst_table(rows, num_worst)
+        yield from (table for table in tables if table.rows)
     said = fits_text(validation.rows), order_text(validation.of("step_s"))
     yield Text("Order", list(filter(None, said)))
     yield from asked_parts(validation)
-    yield from (table for table in [reasons_table(validation.rows)] if table.rows)
+    if (reasons := reasons_table(validation.rows)).rows:
+        yield reasons
 
 
 def page(validation: Validation) -> Page:

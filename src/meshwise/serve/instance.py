@@ -145,9 +145,7 @@ class Instance:
     @property
     def ready_s(self) -> float:
         """When it can go on; infinite without work."""
-        if self.running or self.prefilling:
-            return self.now
-        return max(self.now, self._joins_s)
+        return self.now if self.running or self.prefilling else max(self.now, self._joins_s)
 
     @property
     def next_end_s(self) -> float:

@@ -358,8 +358,7 @@ class LatencyLimits:
     percentile: float = 90.0
 
     def __post_init__(self) -> None:
-        names = {"tpot_ms": 1e3 * self.tpot_s, "ttft_ms": 1e3 * self.ttft_s}
-        refuse("limits", WorkloadError, of=self, **names)
+        refuse("limits", WorkloadError, of=self, tpot_ms=1e3 * self.tpot_s, ttft_ms=1e3 * self.ttft_s)
 
     @property
     def any(self) -> bool:

@@ -337,8 +337,7 @@ def _limits(device: Device, run: Assumptions, curve: tuple[Point, ...], failures
 
 def power_and_cost(point: Point, watts: float | None, price_per_hour: float) -> dict[str, float | None]:
     """Power [W], energy [J] (None without watts), device-hours and price of a run; both rates per device."""
-    names = {"watts": watts or 0.0, "price": price_per_hour, "most": MOST_STATED}
-    refuse("power and cost", WorkloadError, **names)
+    refuse("power and cost", WorkloadError, watts=watts or 0.0, price=price_per_hour, most=MOST_STATED)
     device_hours = point.devices * point.training_s / 3600
     return {
         "power_watts": point.devices * watts if watts else None,
