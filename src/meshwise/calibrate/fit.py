@@ -419,8 +419,7 @@ def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
         name, _, variant = key.partition(".")
         for chip, entry in table.items():
             ideal = asdict(type(entry)())
-            stated = asdict(entry).items()
-            values = {field: value for field, value in stated if value not in (None, ideal[field])}
+            values = {field: one for field, one in asdict(entry).items() if one not in (None, ideal[field])}
             if found := scores.get((key, chip)):
                 values |= {"fit": _rounded(found), "source": found.sources}
             sections[f"{name}.{chip}.{variant}"] = values

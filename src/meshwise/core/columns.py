@@ -56,6 +56,15 @@ def by_key(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
     return groups
 
 
+def pareto_front(ordered: Iterable[Item], figure: Callable[[Item], float]) -> list[Item]:
+    """Of items in the order of one figure those whose other `figure` is less than that of all before."""
+    front: list[Item] = []
+    for item in ordered:
+        if not front or figure(item) < figure(front[-1]):
+            front.append(item)
+    return front
+
+
 def any_of(conditions: Iterable[Any]) -> Any:
     """Where one of them holds: those of few axes first, so that few steps are as large as the grid."""
     return reduce(np.logical_or, sorted(conditions, key=np.size))

@@ -211,8 +211,7 @@ class Estimate(Shown):
             for cost in self.step.stages
             for _, part, phase, times in runs_of_parts(self.step, cost)
         )
-        ranks = self.cluster.num_chips / self.plan.pp
-        return total * float(self.mesh.num_microbatches) * ranks
+        return total * float(self.mesh.num_microbatches) * (self.cluster.num_chips / self.plan.pp)
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -288,8 +288,7 @@ def _indexer(c: Config) -> Fields:
         return {}
     kinds = c.indexer_types
     if kinds is None and c.index_topk_freq > 1:
-        numbers = range(c.num_hidden_layers)
-        first = c.index_skip_topk_offset
+        numbers, first = range(c.num_hidden_layers), c.index_skip_topk_offset
         kinds = ["shared" if max(i + 1 - first, 0) % c.index_topk_freq else "full" for i in numbers]
     if kinds is None or "shared" not in kinds:
         return {"sparse": own}
@@ -358,8 +357,7 @@ def searched(c: Config) -> Fields:
             raise ModelError("block_configs: n_heads_in_group is missing")
         width = ffn.get("intermediate_size")
         if width is None:
-            width = int(2 * (ffn.get("ffn_mult") or 0) * c.hidden_size / 3)
-            width = -(-width // 256) * 256
+            width = -(-int(2 * (ffn.get("ffn_mult") or 0) * c.hidden_size / 3) // 256) * 256
         has_mlp = not ffn.get("no_op") and not linear.get("ffn")
         each["mixer"].append("attention" if attends else "none")
         each["mlp"].append(has_mlp)

@@ -368,9 +368,8 @@ def _indexer(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     if own.ratio == 1:
         key = made(ATTENTION, "index_key", (cut.tokens, dim), prec.act_dtype)
         yield from elementwise(ATTENTION, "index_norm", "layernorm", key, prec)
-    keys = (
-        (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past) / own.tokens_per_score
-    )
+    seen_frac = 0.5 if model.causal and cut.kind != "decode" else 1.0
+    keys = seen_frac * (cut.seq + cut.past) / own.tokens_per_score
     batch, rows = cut.microbatch, heads * seq  # all heads of a sequence read the same keys
     read = made(ATTENTION, "index_scores_input", (cut.microbatch * dim, heads * seq + keys), prec.act_dtype)
     scores = Op(

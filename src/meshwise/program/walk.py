@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -256,9 +256,8 @@ class _Backward:
             yield from self._bring(i, walk.keeps[i])
             yield i, self.alive
             still = self.before[i]
-            for numbers in self.waiting.values():
-                for j in numbers:
-                    still |= walk.reads[j] | walk.stays[j]
+            for j in chain.from_iterable(self.waiting.values()):
+                still |= walk.reads[j] | walk.stays[j]
             for bit in each(still & walk.remade):  # and what those are made of that ops make again
                 still |= walk.reads[walk.maker[bit]]
             self.alive &= still
@@ -370,9 +369,8 @@ class PartMoments:
     def most(self) -> PartBytes:
         """The most of all moments."""
         whole = self.forward(recomputes=False), self.backward(recomputes=False)
-        kept = whole
-        if self.walk.segments:
-            kept = self.forward(recomputes=True), self.backward(recomputes=True)
+        again = bool(self.walk.segments)
+        kept = (self.forward(recomputes=True), self.backward(recomputes=True)) if again else whole
         saved = self.walk.bytes(self.walk.kept(recomputes=False))
         return PartBytes(*kept, *whole, self.forward(recomputes=False, keeps=False), saved)
 

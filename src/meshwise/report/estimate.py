@@ -130,7 +130,7 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
         ("memory", _memory_text(estimate)),
     ]
     if watts := estimate.power_watts:
-        chip, node = (with_prefix(value, "W", 3) for value in (watts["chip"], watts["node"]))
+        chip, node = (with_prefix(watts[name], "W", 3) for name in ("chip", "node"))
         lines.append(("power", f"{chip} a chip, {node} of its node at the wall"))
     if hidden := hidden_text(estimate):
         lines.append(("hidden", hidden))
@@ -168,8 +168,7 @@ def _fitting_text(estimate: Estimate, step: NextStep | None) -> str:
             return f"no plan fits; {'; '.join(why_none(found)[-2:])}"
         run = found.best[0]
         what = f"--plan {plan_text(run.plan)} --microbatch {run.workload.microbatch}"
-    size = with_prefix(run.memory_bytes["total"], "B")
-    return f"{what} fits: {size}, {duration(run.step_s)} a step"
+    return f"{what} fits: {with_prefix(run.memory_bytes['total'], 'B')}, {duration(run.step_s)} a step"
 
 
 def drawn_interval(estimate: Estimate) -> str:
@@ -234,11 +233,8 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def stage_table(estimate: Estimate) -> Table | None:
     """What each kind of stage holds, and its times for one microbatch; None where there is one stage."""
-    if len(estimate.step.stages) == 1:
-        return None
-
     title, stages = "pipeline stages (one microbatch)", estimate.step.stages
-    return replace(records_table(title, stages, TABLES["stages"]), left=())
+    return None if len(stages) == 1 else replace(records_table(title, stages, TABLES["stages"]), left=())
 
 
 def _title(estimate: Estimate) -> str:
@@ -381,8 +377,7 @@ def layer_totals(ledger: Ledger) -> dict[str, dict[str, float]]:
 def _totals(rows: Ledger) -> dict[str, float]:
     columns = ("flop", "read_bytes", "write_bytes", "saved_bytes", "payload_bytes", "time_s")
     totals = {name: rows.total(name) for name in columns}
-    exposed_s = rows.total("exposed_s")
-    return totals | {"comm_frac": exposed_s / totals["time_s"] if totals["time_s"] else 0.0}
+    return totals | {"comm_frac": rows.total("exposed_s") / totals["time_s"] if totals["time_s"] else 0.0}
 
 
 def layer_tables(estimate: Estimate) -> Iterator[Table]:

@@ -126,9 +126,7 @@ def _priced(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> Estimat
     )  # fmt: skip
     plan = _as_run(job, model, work)
     waits = model.moe is not None and not job.framework.fuses_permutation
-    overheads = None
-    if waits:
-        overheads = replace(overheads_of(job.cluster.chip, plan), launches_block=True)
+    overheads = replace(overheads_of(job.cluster.chip, plan), launches_block=True) if waits else None
     return estimate(model, job.train_cluster, plan, work, overheads=overheads)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.columns import any_of, chosen_cells, distinct_columns
+from meshwise.core.columns import any_of, chosen_cells, distinct_columns, pareto_front
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import TAIL, Cells, Grid, num_stated
@@ -236,7 +236,8 @@ class BestPlans:
         is_new[1:] = least[1:] < least[:-1]
         tails, picked = np.divmod(order[is_new], len(some))
         places = tails * by_row.shape[1] + some[picked]
-        self.front = _front([*self.front, *(found_at(cells, int(place)) for place in places)])
+        ordered = fastest_first([*self.front, *(found_at(cells, int(place)) for place in places)])
+        self.front = pareto_front(ordered, lambda one: one.memory_bytes)
 
     def _beaten(self, step_s: Floats, memory: Floats) -> NDArray[np.bool_]:
         """Which of these a plan of the front beats, or equals, in both."""
@@ -280,9 +281,8 @@ def _distinct(grid: Grid, mesh: Mesh, broken: Any, layers: Num) -> Any:
     layers as a stage has is recomputing all, of which the first is kept too.
     """
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
-    shards_alone = mesh.plan.done_by.shards_each_weight
     alike = {
-        "zero": alone & (not shards_alone) & (mesh.offload_optimizer == 0),
+        "zero": alone & (not mesh.plan.done_by.shards_each_weight) & (mesh.offload_optimizer == 0),
         "overlap_dp": alone,
         "overlap_pp": mesh.pp == 1,
     }
@@ -326,11 +326,3 @@ def _comes_first(one: tuple[float, int], other: tuple[float, int] | None) -> boo
 def fastest_first(found: Iterable[Found]) -> list[Found]:
     """Sorted by step time, then by memory."""
     return sorted(found, key=lambda one: (one.step_s, one.memory_bytes))
-
-
-def _front(found: Iterable[Found]) -> list[Found]:
-    front: list[Found] = []
-    for one in fastest_first(found):
-        if not front or one.memory_bytes < front[-1].memory_bytes:
-            front.append(one)
-    return front

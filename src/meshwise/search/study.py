@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from meshwise.core.columns import pareto_front
 from meshwise.core.each import Lost, each
 from meshwise.core.errors import ClusterError, WorkloadError
 from meshwise.core.notebook import Shown
@@ -162,12 +163,8 @@ class Study(Shown):
     def front(self, measure: str, budget: TokenBudget | None = None) -> list[int]:
         """The points that none beats in both time per token and `measure`, fastest first."""
         found = [(one, i) for i, at in enumerate(self.points) if measure in (one := at.measures(budget))]
-        least, front = float("inf"), []
-        for values, i in sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure])):
-            if values[measure] < least:
-                least = values[measure]
-                front.append(i)
-        return front
+        ordered = sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure]))
+        return [i for _, i in pareto_front(ordered, lambda one: one[0][measure])]
 
     def runs(self, budget: TokenBudget) -> dict[int, dict[str, Any]]:
         """The run with the best plan of each point that has one."""

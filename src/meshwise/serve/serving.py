@@ -345,9 +345,8 @@ def _spent_on(op: Op) -> str:
 
 def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     """Bytes of one rank with `sequences` at full length in each group, by what they hold."""
-    last = serving.decode(sequences, serving.prompt + serving.output - 1.0)
     working = price_pass(serving, serving.largest_prefill).memory
-    full = price_pass(serving, last).memory
+    full = price_pass(serving, serving.decode(sequences, serving.prompt + serving.output - 1.0)).memory
     if serving.speculation is not None:
         draft = memory_bytes(serving.speculation.draft, sequences)
         full = replace(full, weights=full.weights + draft["weights"], cache=full.cache + draft["cache"])
@@ -472,10 +471,9 @@ def notes(serving: Serving) -> list[str]:
         used |= {"inner.link", "pcie.link", *["peer.all_reduce"] * adds_by_peers}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
-    found = inherited_notes(serving.cluster.chip, efficiency.inherited(used))
-    found += _measured_notes(serving)
-    found += quantized_note(serving.model, plan)
     of, model = serving.encoding, serving.model
+    found = [*inherited_notes(serving.cluster.chip, efficiency.inherited(used)), *_measured_notes(serving)]
+    found += quantized_note(model, plan)
     return found + told(
         "serving notes", plan=plan, guess=serving.speculation, of=of, moe=model.moe, model=model,
         num_params=num_params(model), num_active=num_active_params(model),

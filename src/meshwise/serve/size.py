@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.columns import grouped
+from meshwise.core.columns import grouped, pareto_front
 from meshwise.core.each import HEARS, all_of
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
@@ -122,8 +122,7 @@ def _instance(of: Serving | None, workers: int) -> dict[str, Any]:
     keys = ("chip", "layout", "plan_text", "gpus_per_worker", "workers")
     if of is None:
         return dict.fromkeys(keys)
-    layout = f"tp={of.plan['tp']}"
-    layout += f" dp={of.dp} ep={of.plan['ep']}" if of.model.moe else ""
+    layout = f"tp={of.plan['tp']}" + (f" dp={of.dp} ep={of.plan['ep']}" if of.model.moe else "")
     chip = of.cluster.chip.name
     return dict(zip(keys, (chip, layout, layout_text(of), of.cluster.num_chips, workers), strict=True))
 
@@ -249,8 +248,7 @@ def size(
         simulated[simulated.index(best)] = longer
         if longer.holds or longer.load is None:
             break
-        more = replace(best, fleet=_larger(best.fleet, longer.load))
-        simulated += _simulated([more], wanted, most)
+        simulated += _simulated([replace(best, fleet=_larger(best.fleet, longer.load))], wanted, most)
     least_ttft_s, least_tpot_s = (
         min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
         for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
@@ -362,12 +360,8 @@ def _binds(
 
 def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     """Those that no other beats in both tokens/s a user and tokens/s a GPU."""
-    best, found = 0.0, []
-    for choice in sorted(choices, key=lambda one: (one.tpot_s, -one.tokens_per_s_per_gpu)):
-        if choice.tokens_per_s_per_gpu > best:
-            best = choice.tokens_per_s_per_gpu
-            found.append(choice)
-    return tuple(found)
+    ordered = sorted(choices, key=lambda one: (one.tpot_s, -one.tokens_per_s_per_gpu))
+    return tuple(pareto_front(ordered, lambda one: -one.tokens_per_s_per_gpu))
 
 
 # --- finalists under the load --------------------------------------------------------------------
