@@ -519,10 +519,8 @@ def serve(
     )  # fmt: skip
 
     def has_layout(plan: str | Path | Plan) -> bool:
-        stated = _choices(plan)
-        return bool(
-            stated if isinstance(plan, Plan) else {"tp", "cp", "pp", "dp", "ep", "etp"} & stated.keys()
-        )
+        stated, degrees = _choices(plan), {"tp", "cp", "pp", "dp", "ep", "etp"}
+        return bool(stated if isinstance(plan, Plan) else degrees & stated.keys())
 
     def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
         one = _plan(plan) if has_layout(plan) else replace(_plan(plan), tp=machine.num_chips)

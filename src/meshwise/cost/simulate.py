@@ -131,11 +131,10 @@ def simulate(
     source, is_far = _data_flow(schedule, stage_of, rank, kind, place, microbatch, paired)
     hop_s = np.where(is_far, _per("link", p2p_s, 1), 0.0)
 
-    times = [_per("stage", t, stage_of.max() + 1)[stage] for t in (f_s, b_s, w_s)]
-    compute_s = np.select(
-        [kind == _F, kind == _B, kind == _I], [times[0], times[1] + times[2], times[1]], times[2]
-    )
-    compute_s = compute_s * _per("rank", slowdown, pp)[rank]
+    forward_s, input_s, weight_s = (_per("stage", t, stage_of.max() + 1)[stage] for t in (f_s, b_s, w_s))
+    of_kinds = [forward_s, input_s + weight_s, input_s]
+    compute_s = np.select([kind == _F, kind == _B, kind == _I], of_kinds, weight_s)
+    compute_s *= _per("rank", slowdown, pp)[rank]
     first = np.flatnonzero(paired)
     compute_s[first + 1] += compute_s[first]
     compute_s[first] = 0.0
@@ -209,9 +208,8 @@ def _data_flow(
     own_input = ~forward & (comes_from < 0)
     from_place = np.where(own_input, place, comes_from)
     from_slot = np.where(own_input, slot - 1, slot)
-    source = np.where(
-        from_place >= 0, done_with[row_of[(3 * from_place + from_slot) * num_microbatches + microbatch]], -1
-    )
+    made_in = row_of[(3 * from_place + from_slot) * num_microbatches + microbatch]
+    source = np.where(from_place >= 0, done_with[made_in], -1)
     return source, (comes_from >= 0) & (comes_from // stage_of.shape[1] != rank)
 
 
@@ -219,10 +217,8 @@ def _neighbours(stage_of: Ints, *, two_ways: bool) -> tuple[Ints, Ints]:
     """The places before and after each place along the model, -1 at its ends."""
     before, after = np.full(stage_of.size, -1), np.full(stage_of.size, -1)
     places = np.arange(stage_of.size).reshape(stage_of.shape)
-    ways = (
-        [(places[:, c], stage_of[:, c]) for c in (0, 1)] if two_ways else [(places.ravel(), stage_of.ravel())]
-    )
-    for way, stages in ways:
+    two, one = zip(places.T, stage_of.T, strict=True), [(places.ravel(), stage_of.ravel())]
+    for way, stages in two if two_ways else one:
         along = way[np.argsort(stages)]
         before[along[1:]], after[along[:-1]] = along[:-1], along[1:]
     return before, after

@@ -118,11 +118,10 @@ class Estimate(Shown):
     def time_s(self) -> dict[str, float]:
         """Seconds of the rank that sets the pace by what they are spent on; their sum is `step_s`."""
         seconds = dict.fromkeys(TIME_PARTS, 0.0)
+        usual = {"memory_s": None, "compute_s": None, "collective": ""}
         for row in step_rows(self.step, self.pace):
             if "time_s" in row:
-                seconds[spent_on({"memory_s": None, "compute_s": None, "collective": "", **row})] += (
-                    row.get("count", 1.0) * row["time_s"]
-                )
+                seconds[spent_on(usual | row)] += row.get("count", 1.0) * row["time_s"]
         return seconds
 
     @cached_property

@@ -286,12 +286,8 @@ def op_times(ops: Sequence[Op], machine: Machine) -> list[Num]:
 def _numbers(op: Op) -> tuple[Num, ...]:
     """What is stacked of an op: its shape as far as its time depends on it, and its cost or its exchange."""
     if op.kind == "collective":
-        return (
-            *(op.shape if op.library.startswith("deepep") else ()),
-            op.payload_bytes,
-            op.group_size,
-            op.stride,
-        )
+        shape = op.shape if op.library.startswith("deepep") else ()
+        return *shape, op.payload_bytes, op.group_size, op.stride
     cost = op.cost.flop, op.cost.read_bytes, op.cost.write_bytes
     if op.kind == "matmul":
         return *op.shape, float(op.is_weight_grad), *cost
@@ -460,9 +456,8 @@ def _collective_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, 
     waiting_s = np.where(ranks > 1, machine.overheads.skew_s, 0.0)
     if op.choices:
         waiting_s = waiting_s + _dispatch_launch_s(machine, op, ranks)
-    return waiting_s + machine.collective_s(
-        kind, payload_bytes, ranks, stride, Choices(op.choices, op.groups)
-    )
+    sent_s = machine.collective_s(kind, payload_bytes, ranks, stride, Choices(op.choices, op.groups))
+    return waiting_s + sent_s
 
 
 def _dispatch_launch_s(machine: Machine, op: Op, ranks: Stack) -> Num:

@@ -163,9 +163,7 @@ def hyper_connections(model: Model, own: Streams, cut: Cut, x: Tensor) -> Stated
         name = f"{half}_mixes"
         if own.gate_rank:
             normed = yield from norm(model, cut, STREAMS, f"{half}_norm", streams)
-            down, up = (
-                {f"{half}_{way}": size} for way, size in (("down", float(own.gate_rank)), ("up", width))
-            )
+            down, up = {f"{half}_down": float(own.gate_rank)}, {f"{half}_up": width}
             (thin,) = yield from plain_linear(STREAMS, f"{half}_down", normed, down, cut)
             gathered = normed, *(yield from plain_linear(STREAMS, f"{half}_up", thin, up, cut))
         mixes = {name: float(own.mixes)}

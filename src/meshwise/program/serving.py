@@ -160,10 +160,9 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     past = cut.past + cut.seq
     if layer.side == "decoder" or (layer.mixer == "cross" and across(model)):
         state = source_bytes(model, cut)
-    attends = of_layer(model, layer).causal and layer.mixer in ("attention", "beside")
-    if not attends or layer.keys == "shared":
-        return cut.microbatch * state
     one = of_layer(model, layer)
+    if not one.causal or layer.mixer not in ("attention", "beside") or layer.keys == "shared":
+        return cut.microbatch * state
     sparse = one.sparse or Sparse()
     keys = np.minimum(past, layer.window or np.inf) + past / sparse.ratio * (sparse.ratio > 1)
     numbers = keys * cached_numbers(one, cut)

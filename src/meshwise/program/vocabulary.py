@@ -278,9 +278,8 @@ def _join(model: Model, cut: Cut, x: Tensor) -> Stated:
     found: list[Op] = []
     token = collected(look_up(module, "tokens", float(model.hidden), cut), found)
     yield from (op for op in found if not (cut.lora_rank and op.phase == "backward"))
-    both = []
-    for name, read in (("embedding_norm", token), ("hidden_norm", x)):
-        both.append((yield from norm(model, cut, module, name, read)))
+    token = yield from norm(model, cut, module, "embedding_norm", token)
+    both = token, (yield from norm(model, cut, module, "hidden_norm", x))
     wide = cut.split_tokens, 2.0 * hidden
     joined = yield from elementwise(module, "concatenate", "copy", both, cut.precision, shape=wide)
     local = {"projection": hidden / cut.tp}

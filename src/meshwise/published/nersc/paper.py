@@ -205,8 +205,7 @@ def _row(cells: Row) -> Row:
 def _comm_row(name: str, comms: dict[str, _Placed], seconds: dict[str, Num]) -> Row:
     cells: Row = {"name": name, "use_tensor_cores": False}
     for way, _ in WAYS:
-        cells |= _comm_cells(way, [comms[way]])
-        cells |= {f"t_{way}": seconds[way], f"t_{way}_comm": seconds[way]}
+        cells |= _comm_cells(way, [comms[way]]) | {f"t_{way}": seconds[way], f"t_{way}_comm": seconds[way]}
     return _row(cells)
 
 
