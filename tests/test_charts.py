@@ -104,8 +104,7 @@ def test_page_and_picture_show_the_same_marks(kind: str) -> None:
             assert set(trace["x"]) <= set(widths)
         elif trace["type"] == "scatter" and trace.get("line"):
             assert any(list(line.get_xdata()) == list(trace["x"]) for line in axes.get_lines())
-    told = [trace["hovertemplate"] for trace in figure["data"] if "customdata" in trace]
-    assert all("x: %{x}<br>y: %{y}" in text for text in told)
+    assert all("x: %{x}<br>y: %{y}" in one["hovertemplate"] for one in figure["data"] if "customdata" in one)
     assert len(figure["layout"]["shapes"]) == sum(isinstance(mark, Bound) for mark in shown.marks)
 
 

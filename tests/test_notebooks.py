@@ -36,9 +36,7 @@ def test_a_notebook_runs_and_warns_of_nothing(path: Path, kernel: KernelManager)
     client.kc.stop_channels()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert outputs
-    assert all(
-        output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result"
-    )
+    assert all(one["data"]["text/plain"] for one in outputs if one["output_type"] == "execute_result")
     assert not [output["text"] for output in outputs if output.get("name") == "stderr"]
 
 
