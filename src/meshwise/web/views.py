@@ -146,7 +146,7 @@ def answer(view: str, state: State, server: Server, hear: Hear = lambda so_far: 
         MeshwiseError: There is no such view or field, or as the verb of the command line.
     """
     known = sorted(option.typed for option in options(home(view)).values())
-    unknown = sorted({name.removeprefix("a.") for name in state}.difference(known))
+    unknown = sorted({one.removeprefix("a." * (home(view) == "explore")) for one in state}.difference(known))
     names = {"views": ", ".join(_ANSWERS), "unknown": unknown, "known": ", ".join(known)}
     refuse("page", DataError, view=view, is_view=view in _ANSWERS, texts="".join(state.values()), **names)
     try:
@@ -329,8 +329,8 @@ def _words(state: State, found: Estimate) -> dict[str, str]:
     files = (("model", "config", "config.json"), ("cluster", "machine", "cluster.toml"))
     saved = {name: file for name, pasted, file in files if state.get(pasted)}
     texts = {**state, **saved, "plan": plan_text(found.plan)}
-    stated = {name: of.value(texts[name]) for name, of in options("explore").items() if texts.get(name)}
-    stated = {name: stated[name] for name in stated_in(stated, explore)}
+    values = {name: of.value(texts[name]) for name, of in options("explore").items() if texts.get(name)}
+    stated = {name: values[name] for name in stated_in(values, explore)}
     asked, of_run = options_in(stated, api.estimate), options_in(stated, api.budget)
     words = ["meshwise", "estimate", texts["model"]]
     for name, value in (asked | of_run).items():
