@@ -116,6 +116,7 @@ def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(m
 
 
 FULL = "--plan recompute=full"
+GLM = "glm-4.5-air --cluster h100-80g-sxm:256 --plan tp=2,pp=4,stages=even,ep=16,etp=1"
 DEEPSEEK = "deepseek-v3 --cluster h100-80g-sxm:1024 --batch 8192 --seq 4096 --microbatch 4"
 
 
@@ -124,6 +125,7 @@ DEEPSEEK = "deepseek-v3 --cluster h100-80g-sxm:1024 --batch 8192 --seq 4096 --mi
     [
         ("llama3-70b --cluster h100-80g-sxm:64 --plan tp=8,pp=4 --batch 128 --seq 8192", "of one that fits"),
         ("llama3-8b --cluster h100-80g-sxm:8 --batch 16 --seq 8192", "one change away"),
+        (f"{GLM} --batch 256 --seq 4096", "one change away"),
         ("llama3-70b --cluster h100-80g-sxm:8 --batch 128 --seq 8192", "further away"),
         (f"llama3-70b --cluster 4090:1 {FULL} --batch 16 --seq 2048", "no plan fits; fits with"),
         (f"llama3-8b --cluster 3060:1 {FULL},lora_rank=16 --batch 8 --seq 1024", "no plan fits; fits with"),

@@ -18,9 +18,7 @@ from meshwise.launch.tables import OF_TRAINER
 TRAINER = "transformers-trainer"
 """The arguments of the Hugging Face Trainer, written `--name`, which go with DeepSpeed and Accelerate."""
 _TYPES = {"int": int, "float": float, "bool": bool, "flag": bool}
-TORCH_DTYPES = {
-    **{"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.uint8"}
-}
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
 """Types of numbers by their names in torch, in which Megatron keeps 8-bit states as bytes."""
 
 
@@ -67,13 +65,8 @@ def with_version(name: str) -> str:
 
 
 def read_value(framework: str, name: str, value: Any) -> Any:
-    """`value`, or what its text says, in the type of the argument; DataError where it is not allowed.
-
-    None, which unsets an argument, is of all types.
-    """
+    """`value`, or what its text says, in the type of the argument; DataError where it is not allowed."""
     argument = framework_arguments(framework).arguments[name]
-    if value is None:
-        return None
     try:
         found = _convert(argument.type, value)
     except (ValueError, TypeError, msgspec.ValidationError):
@@ -94,7 +87,7 @@ def _convert(kind: str, value: Any) -> Any:
     if isinstance(value, list) and kind != "text or list":
         (value,) = value
     if kind == "dtype":  # as an object, which strings do not become where none was set
-        return {"_target_": TORCH_DTYPES[value], "_call_": False}
+        return {"_target_": f"torch.{TORCH_DTYPES[value]}", "_call_": False}
     if kind in _TYPES:
         text = value.lower() if _TYPES[kind] is bool and isinstance(value, str) else value
         return msgspec.convert(text, _TYPES[kind], strict=False)

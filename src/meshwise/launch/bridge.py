@@ -36,7 +36,7 @@ def megatron_settings(stated: Settings) -> Settings:
     exact = {there.removeprefix("!"): name for name, there in launch_tables().bridge_names.items()}
     by_last = {there.rpartition(".")[2]: name for there, name in exact.items()}
     found: Settings = {}
-    dtypes: Settings = {there: here for here, there in TORCH_DTYPES.items()}
+    dtypes: Settings = {f"torch.{there}": here for here, there in TORCH_DTYPES.items()}
     for full, stated_value in stated.items():
         value = dtypes.get(str(stated_value), stated_value)
         place = full if value == stated_value else full.removesuffix("._target_")

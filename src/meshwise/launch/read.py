@@ -36,7 +36,7 @@ from meshwise.launch.write import AsWritten, Launch
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
-from meshwise.plan.plan import DEFAULTS, EVEN, Plan
+from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.plan.stages import layers_of_chunks
 from meshwise.plan.workload import Workload
 
@@ -46,11 +46,6 @@ _COUNTS = {
     *("instances", "microbatch", "local_batch", "pipeline_microbatch", "num_microbatches"),
 }
 """Facts that others are divided by, or that lists are as long as: from 1 to `_MOST`."""
-_TOLD_OF = (
-    *("has_experts", "fuses_experts", "hidden", "vocab", "counted", "counted_batch", "batch", "dp"),
-    *("zero", "model_sharded"),
-)
-"""Facts that the notes on a job that is read look at."""
 _OLD_NAMES = {"--gradient_checkpointing": "--activation_checkpointing"}
 """Names of arguments that still hold."""
 _YAML_OF_MEGATRON = re.compile(
@@ -100,11 +95,9 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     elif facts.get("num_gpus", 0) < 0:
         facts["num_gpus"] = None
     tables, is_config = launch_tables(), any("_target_" in name for name in stated)
-    others = (name for name, value in stated.items() if value and re.match(tables.other_model, name))
-    other_model, model = "", _preset(stated)
-    if framework.startswith("megatron"):
-        other_model = next(others, "")
-        model = None if other_model else model_of(facts, facts["tp"], path.stem)
+    other_model = next((name for name in stated if stated[name] and re.match(tables.other_model, name)), "")
+    is_shaped = framework.startswith("megatron") and not other_model
+    model = model_of(facts, facts["tp"], path.stem) if is_shaped else _preset(stated)
     facts |= {"has_experts": bool(facts.get("num_experts")) or facts.get("ep", 1) > 1}
     if model is not None:
         facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
@@ -126,9 +119,8 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         return value not in (unstated, again.get(name, unstated))
 
     unread += [f"{name} {stated[name]}: no key of a plan says this" for name in stated if is_unread(name)]
-    names = {name: facts.get(name) for name in _TOLD_OF}
     of_recipe = framework == "megatron-bridge" and not is_config
-    unread += told("read job", layout=layout, of_recipe=of_recipe, **names)
+    unread += told("read job", layout=layout, of_recipe=of_recipe, facts=facts)
     batch = facts.get("batch")
     if batch is not None and batch < 0:  # torchtitan's -1 is one microbatch of every rank
         batch = facts["local_batch"] * facts["dp"] if facts.get("dp") else None
@@ -164,7 +156,7 @@ def as_written(job: Launch, model: Model, cluster: Cluster, plan: Plan, workload
         found = read_job(script, cluster.num_chips)
     read = replace(found.plan, imbalance=plan.imbalance)  # which the data decide
     asked = estimate(model, cluster, plan, workload)
-    if plan.stages is None and read.stages not in (None, EVEN):  # stages that are listed are played
+    if not plan.stages and read.stages:  # stages that are listed are played
         asked = asked.changed(stages=layers_of_chunks(model, asked.mesh))
     sizes = {name: getattr(found, name) for name in ("batch", "seq", "microbatch")}
     work = replace(workload, **{name: size for name, size in sizes.items() if size})

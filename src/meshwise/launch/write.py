@@ -116,7 +116,7 @@ def launch(
     if framework == "megatron-bridge":
         settings, without_name = bridge_settings(settings)
         lost |= {sentence: sentence for sentence in without_name}
-    settings = {name: read_value(framework, name, value) for name, value in settings.items()}
+    settings = {name: value and read_value(framework, name, value) for name, value in settings.items()}
     lost |= _model_not_expressed(framework, model, plan)
     flags, files, lacks = _forms(framework, settings, model, facts)
     lacks = [*lacks, *told("hosts of a job", cluster=cluster, node=node, num_nodes=facts["num_nodes"])]

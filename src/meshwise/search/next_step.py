@@ -89,7 +89,10 @@ def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
     for key, value in _changes(found.plan, found.workload.microbatch):
         text = value if isinstance(value, str) else f"{value:g}"
         with suppress(MeshwiseError):  # it is no plan of this model or cluster
-            run = found.changed(**{key: value}, **GO_TOGETHER.get(key, {}))
+            also = {
+                name: left for name, left in GO_TOGETHER.get(key, {}).items() if getattr(found.plan, name)
+            }
+            run = found.changed(**{key: value}, **also)
             if not able or np.all(runs(able, run.model, run.mesh)):
                 yield f"{key}={text}", run
 
@@ -99,7 +102,7 @@ GO_TOGETHER: dict[str, dict[str, Any]] = {
     "vpp": {"stages": None},
     "recompute": {"recompute_layers": None, "recompute_every": 1, "recompute_modules": ()},
 }
-"""What only went with the old value of a key, and is left open where that changes."""
+"""What only went with the old value of a key, and is left open where that changes (`stages=even` stays)."""
 
 
 def _changes(plan: Plan, microbatch: int) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,8 @@
 """The best plan of each of many machines: scaling over numbers of GPUs, and co-design.
 
 Each point of a study is a whole search. *Strong* scaling keeps the batch; *weak* scaling grows it with the
-GPUs. A point is on the front of a measure where no other has both a shorter time per token and less of it.
+GPUs. A point is on the front of a measure where no other has both a shorter time per token and less of it
+(under a critical batch: per token of a small batch).
 
 A deadline or a budget of dollars chooses among the points by their whole runs, failures included. A larger
 batch needs more tokens for the same loss, 1 + B / B_crit times those of a small one (arXiv 1812.06162), where
@@ -85,10 +86,14 @@ class Goal:
         """What to take least of: GPU-hours, or dollars with a price; days where no deadline is stated."""
         return "days" if self.deadline is None else "gpu_hours" if budget.price is None else "cost"
 
+    def tokens_times(self, found: Estimate) -> float:
+        """How many times the tokens of a small batch the batch of `found` needs."""
+        batch_tokens = found.workload.batch * found.workload.seq
+        return 1.0 + (batch_tokens / self.critical_batch if self.critical_batch else 0.0)
+
     def run(self, found: Estimate, budget: TokenBudget) -> dict[str, Any]:
         """The run with a plan, of the tokens that its batch needs; the `reason` of one that never ends."""
-        more = found.workload.batch * found.workload.seq / self.critical_batch if self.critical_batch else 0.0
-        tokens = budget.tokens and budget.tokens * (1.0 + more)
+        tokens = budget.tokens and budget.tokens * self.tokens_times(found)
         try:
             return replace(budget, tokens=tokens).run(found)
         except NeverEnds as error:
@@ -121,20 +126,22 @@ class StudyPoint:
         """What differs."""
         return ", ".join(f"{key}={value}" for key, value in self.changes.items())
 
-    def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
+    def measures(self, budget: TokenBudget | None = None, goal: Goal | None = None) -> dict[str, float]:
         """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
 
+        Of a token of a small batch where `goal` has a critical one.
         Energy is left out where the chip's watts are neither stated nor known, dollars without a price.
         """
         if self.best is None:
             return {}
         budget, num_chips = budget or TokenBudget(), self.cluster.num_chips
-        token_s, watts = 1.0 / self.best.tokens_per_s, budget.watts_per_gpu(self.best)
+        watts, times = budget.watts_per_gpu(self.best), goal.tokens_times(self.best) if goal else 1.0
+        token_s, dollars = times / self.best.tokens_per_s, budget.usd_per_token(self.best)
         measured = {
             "s_per_token": token_s,
             "num_chips": float(num_chips),
             "gpu_s_per_token": token_s * num_chips,
-            "usd_per_token": budget.usd_per_token(self.best),
+            "usd_per_token": dollars and times * dollars,
             "joules_per_token": watts and token_s * num_chips * watts,
             "memory_bytes": self.best.memory_bytes["total"],
         }
@@ -162,7 +169,8 @@ class Study(Shown):
 
     def front(self, measure: str, budget: TokenBudget | None = None) -> list[int]:
         """The points that none beats in both time per token and `measure`, fastest first."""
-        found = [(one, i) for i, at in enumerate(self.points) if measure in (one := at.measures(budget))]
+        every = [(at.measures(budget, self.goal), i) for i, at in enumerate(self.points)]
+        found = [(one, i) for one, i in every if measure in one]
         ordered = sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure]))
         return [i for _, i in pareto_front(ordered, lambda one: one[0][measure])]
 
