@@ -161,9 +161,8 @@ def _fields_of_whole(raw: dict[str, Any], whole: spelled.WholeConfig) -> Fields:
     family = whole.families.get(version, whole.family)
     text = _part(raw, whole.text) or raw | {"model_type": family}
     tied = raw.get("tie_word_embeddings", whole.tied)
-    above = {"architectures": raw.get("architectures")} | (
-        {} if tied is None else {"tie_word_embeddings": tied}
-    )
+    above = {"architectures": raw.get("architectures")}
+    above |= {} if tied is None else {"tie_word_embeddings": tied}
     labels = {key: raw[key] for key in ("id2label", "num_labels", "token_classification_bias") if key in raw}
     fields = _fields(text | above | labels, _part_family(text, family), nested=True)
     left_out: list[tuple[str, int]] = []

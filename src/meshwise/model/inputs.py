@@ -79,8 +79,7 @@ def _sized(tower: Tower, inputs: Inputs) -> Tower:
         tokens, number = math.ceil(pieces * math.ceil(frames.number / tower.merge)), math.ceil(pieces)
         if sizing.kind == "unpadded sound" and number:
             frames = replace(frames, number=math.ceil(frames.number * pieces / number))
-        encoder = replace(encoder, frames=frames)
-        return replace(tower, encoder=encoder, num_inputs=number, num_tokens=tokens)
+        return replace(tower, encoder=replace(encoder, frames=frames), num_inputs=number, num_tokens=tokens)
     assert encoder.patches is not None
     cut = cut_image(sizing, encoder.patches, math.isqrt(tower.merge), inputs.width, inputs.height)
     num, rows, columns, patch = cut["num_inputs"], cut["rows"], cut["columns"], encoder.patches.patch

@@ -161,10 +161,9 @@ class Mesh:
         inner, outer = sorted(("cp", "dp"), key=self.plan.placement.index)
         size = getattr(self, inner)
         in_run = larger(size / first, 1.0)
-        stride = where(
-            first < size, self.stride(inner) * first, self.stride(outer) * larger(first / size, 1.0)
-        )
-        return stride, (where(in_run > 1.0, in_run, np.inf), self.stride(outer))
+        near, far = self.stride(inner), self.stride(outer)
+        stride = where(first < size, near * first, far * larger(first / size, 1.0))
+        return stride, (where(in_run > 1.0, in_run, np.inf), far)
 
 
 def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num]) -> Mesh:
@@ -177,14 +176,12 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num]) -
     kind, microbatch = sizes["cp_kind"], sizes.get("microbatch", float(workload.microbatch))
     ulysses = 1.0 + (kind == _ULYSSES) * (cp - 1.0) + (kind == _TWO_LEVEL) * (sizes["ulysses"] - 1.0)
     ring = cp / ulysses
-    grid: tuple[Num, ...] = ()
+    grid: tuple[Num, ...] = tuple(map(float, plan.grid or default_grid(plan.layout, plan.tp)))
     dp = larger(world // (tp * cp * pp), 1.0)
     # 1F1B with several chunks a rank is interleaved.
     schedule = schedule + (_INTERLEAVED - _ONE_F_ONE_B) * ((schedule == _ONE_F_ONE_B) & (vpp > 1))
     group = sizes["zero_group"] + (sizes["zero_group"] == 0) * dp * cp
     etp_left_out = 1.0 + (sizes["ep"] == 1) * (tp - 1.0) if workload.kind in SERVING else tp
-    if plan.layout != "1d":
-        grid = tuple(map(float, plan.grid or default_grid(plan.layout, plan.tp)))
     if plan.layout == "2d-cp":  # columns x sequence: weights are cut by the columns alone
         tp, ring, group = grid[0], grid[1], group * grid[1]
     resolved = sizes | {

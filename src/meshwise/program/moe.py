@@ -49,14 +49,10 @@ MODULE = "moe"
 def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
     """Norm, router, dispatch, experts, combine, shared experts, residual."""
     assert model.moe is not None
-    moe, normed = model.moe, x
-    if model.num_norms > 1:
-        normed = yield from norm(model, cut, MODULE, "norm2", x)
-    tokens = cut.tokens / cut.tp
-    own = (
-        normed if cut.sequence_parallel else Tensor(f"{MODULE}.own", (tokens, model.hidden), x.dtype, normed)
-    )
-    routed = own
+    moe, tokens = model.moe, cut.tokens / cut.tp
+    normed = (yield from norm(model, cut, MODULE, "norm2", x)) if model.num_norms > 1 else x
+    part = Tensor(f"{MODULE}.own", (tokens, model.hidden), x.dtype, normed)
+    routed = own = normed if cut.sequence_parallel else part
     if moe.own_norms:
         routed = yield from norm(model, cut, MODULE, "router_norm", own)
         routed = yield from elementwise(MODULE, "router_scale", "layer_scale", routed, cut.precision)

@@ -53,8 +53,7 @@ def _split(split: RlAnswer) -> Iterator[Section]:
 
 def _phases(answer: RlAnswer) -> Chart:
     """The phases of what was asked, or of every candidate, one bar each; the table is of the first."""
-    steps = [*answer.best] or [answer.step]
-    steps = [step for step in steps if step.step_s is not None]
+    steps = [step for step in answer.best or (answer.step,) if step.step_s is not None]
     names = [f"{i}: {name}" for i, name in enumerate(_names(steps), 1)]
     starts, marks = [0.0] * len(steps), []
     for phase, color in zip(PHASES, itertools.cycle(COLORS), strict=False):

@@ -144,10 +144,9 @@ def _growing(found: CountedWindow, served: Served) -> CountedWindow:
     order = np.argsort(served.last_s)
     middle = order[len(order) // 4 : 3 * len(order) // 4]
     over_s = float(served.last_s[middle[-1]] - served.last_s[middle[0]])
-    tokens = float(served.output[middle].sum())
     return replace(
-        found, requests_per_s=len(middle) / over_s, output_tokens_per_s=tokens / over_s, half_frac={},
-        queue_grows=True,
+        found, requests_per_s=len(middle) / over_s, half_frac={}, queue_grows=True,
+        output_tokens_per_s=float(served.output[middle].sum()) / over_s,
     )  # fmt: skip
 
 
