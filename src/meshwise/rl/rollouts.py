@@ -102,9 +102,8 @@ def rollouts_of(
     refuse("stated lengths", WorkloadError, room=room, **names)
     found = read_lengths(lengths) if lengths else ()
     mean = sum(found) / len(found) if found else output or 0.0
-    cap = max_output
-    if cap is None:
-        cap = max(found) if found else min(CAP_OVER_MEAN * math.ceil(mean), room)
+    usual = max(found) if found else min(CAP_OVER_MEAN * math.ceil(mean), room)
+    cap = usual if max_output is None else max_output
     refuse("longest answer", WorkloadError, lengths=lengths, longest=max(found, default=0), cap=cap)
     return Rollouts(
         prompt=prompt, output=mean, max_output=cap, sigma=SIGMA if sigma is None else sigma, lengths=found,
