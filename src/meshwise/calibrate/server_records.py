@@ -54,6 +54,7 @@ class ServerRecord:
 
 
 def read_records(path: Path) -> Iterator[ServerRecord]:
+    """The records of a file; DataError for one that is none of the four."""
     text = _NOT_JSON.sub("null", read_text(path, "records of a load generator", most_bytes=MOST_BYTES))
     try:
         documents = [(str(path), msgspec.json.decode(text))]
