@@ -217,8 +217,8 @@ def _neighbours(stage_of: Ints, *, two_ways: bool) -> tuple[Ints, Ints]:
     """The places before and after each place along the model, -1 at its ends."""
     before, after = np.full(stage_of.size, -1), np.full(stage_of.size, -1)
     places = np.arange(stage_of.size).reshape(stage_of.shape)
-    two, one = zip(places.T, stage_of.T, strict=True), [(places.ravel(), stage_of.ravel())]
-    for way, stages in two if two_ways else one:
+    ways = zip(places.T, stage_of.T, strict=True)
+    for way, stages in ways if two_ways else [(places.ravel(), stage_of.ravel())]:
         along = way[np.argsort(stages)]
         before[along[1:]], after[along[:-1]] = along[:-1], along[1:]
     return before, after
