@@ -278,6 +278,16 @@ def test_what_is_stated_stays() -> None:
         assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, plan)
 
 
+@pytest.mark.parametrize("layout", ["llama3-405b", "qwen3-235b-a22b --mode split"])
+def test_where_nothing_fits_the_answer_is_what_comes_nearest(meshwise: Any, layout: str) -> None:
+    found = meshwise(
+        "rl", *f"{layout} --cluster h100-80g-sxm:8 --prompts 16 --samples 8 --output 512 --json".split()
+    )
+    needed = [max(one["memory_bytes"].values()) for one in found.document["best"]]
+    assert found.code == 1 and found.document["fits"] is False and needed == sorted(needed)
+    assert {"training", "rollout"} == {note.split()[1] for note in found.document["notes"] if "fit:" in note}
+
+
 def test_plans_whose_stages_divide_the_layers_are_found_among_faster_ones() -> None:
     lengths: Any = {"samples": 16, "prompt": 512, "output": 1000, "max_output": 4096, "rollout_plan": "tp=16"}
     assert mw.rl("qwen3-235b-a22b", "h100-80g-sxm:128", prompts=64, mode="colocated", **lengths).step.fits

@@ -25,10 +25,10 @@ from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.plan.plan import DEFAULTS, Plan
-from meshwise.rl.engines import Drain, drain, engine_layouts
+from meshwise.rl.engines import SIZES, Drain, drain, engine_layouts
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import OpenJob, RlJob
-from meshwise.rl.passes import num_bins, pass_bytes, trainer_times
+from meshwise.rl.passes import TrainerTimes, num_bins, pass_bytes, trainer_times
 from meshwise.rl.rollouts import Tokens
 from meshwise.rl.settings import TRAINED_KEYS
 from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
@@ -75,7 +75,10 @@ class _Looks:
     refused: PlanError | None = None
 
     def train_plans(self, gpus: int) -> list[Plan]:
-        """Plans of Megatron-LM that fit `gpus` GPUs, bins full, the fastest of each family first."""
+        """Plans of Megatron-LM that fit `gpus` GPUs, bins full, the fastest of each family first.
+
+        Where none fits, the one that needs least memory.
+        """
         asked = self.asked
         if asked.train_plan is not None:
             return [asked.train_plan]
@@ -90,10 +93,8 @@ class _Looks:
             how["unwanted"] = lambda mesh: [asked.model.num_layers % (mesh.pp * mesh.vpp) != 0]
             try:
                 found = search(asked.model, cluster, to="megatron-lm", top=FAMILIES, **how)
-                plans = [one.plan for one in found.best]
-                least_gb = found.nearest_miss.memory_bytes / 1e9 if found.nearest_miss else 0.0
-                names = {"asked": asked, "gpus": gpus, "found": found, "least_gb": least_gb}
-                refuse("training plans of rl", PlanError, **names)
+                plans = [one.plan for one in (*found.best, found.nearest_miss) if one]
+                refuse("training plans of rl", PlanError, plans=plans, found=found)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
                 text = "training plans of Megatron-LM are tried: {}; state train_plan"
                 if gpus >= max(self.plans, default=0):
@@ -166,9 +167,13 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
         frac = replace(asked, mode=mode).usual_memory_frac
         partial = asked.partial if mode in OVERLAPPED or asked.mode else None
         chosen: dict[str, Any] = {"mode": mode, "staleness": bound, "memory_frac": frac, "partial": partial}
+        pools = _splits(asked, mode)
+        most = max((gpus or asked.cluster.num_chips for gpus in pools), default=1)
         layouts = [asked.rollout_plan] if asked.rollout_plan else None
-        layouts = layouts or [*engine_layouts(asked.model, asked.cluster, asked.rollouts, frac)]
-        for gpus in _splits(asked, mode):
+        largest = replace(asked.cluster, num_chips=most)
+        layouts = layouts or [*engine_layouts(asked.model, largest, asked.rollouts, frac)]
+        layouts = layouts or [Plan(tp=size) for size in reversed(SIZES) if size <= most]
+        for gpus in pools:
             for layout in layouts:
                 chosen |= {"rollout_gpus": gpus, "rollout_plan": layout}
                 jobs = list[tuple[float, RlJob]]()
@@ -260,7 +265,11 @@ def _price(step: RlStep) -> tuple[int, int]:
 
 
 def _looked(asked: OpenJob) -> list[tuple[float, RlJob]]:
-    """Every candidate with its seconds at first look, the fastest first; PlanError where no plan divides."""
+    """Candidates that fit with their seconds at first look, the fastest first, or all, the smallest first.
+
+    Raises:
+        PlanError: No plan divides.
+    """
     looks, found = _Looks(asked), list[tuple[float, RlJob]]()
     for job in candidates(asked, looks):
         try:
@@ -270,7 +279,13 @@ def _looked(asked: OpenJob) -> list[tuple[float, RlJob]]:
         HEARS.get()(f"{len(found)} candidates looked at on {asked.cluster.num_chips} GPUs")
     if looks.refused and not found:
         raise looks.refused
-    return sorted(found, key=lambda each: each[0])
+    fits = [each for each in found if each[0] < math.inf]
+    return sorted(fits, key=itemgetter(0)) or sorted(found, key=lambda each: _needed_bytes(each[1]))
+
+
+def _needed_bytes(job: RlJob) -> float:
+    """Memory of the fullest GPU."""
+    return max(RlStep(job, job.pool(), pass_bytes(job), TrainerTimes({}, 0.0, 0.0)).memory_bytes.values())
 
 
 def _on_fewer(asked: OpenJob, bound: int) -> Iterator[RlStep]:
@@ -289,7 +304,7 @@ def _on_fewer(asked: OpenJob, bound: int) -> Iterator[RlStep]:
 
 
 def best_split(asked: OpenJob) -> RlAnswer:
-    """The best candidates; PlanError where there is none."""
+    """The best candidates, or those that come nearest to fitting; PlanError where no plan divides."""
     looked = _looked(asked)
     refuse("split of rl", PlanError, looked=looked, asked=asked)
     bound = asked.staleness or (1 if not asked.mode else max(job.staleness for _, job in looked))
@@ -301,13 +316,19 @@ def best_split(asked: OpenJob) -> RlAnswer:
             HEARS.get()(f"{len(looked)} candidates looked at, {len(steps)} priced")
             steps.append(rl_step(job))
     best = sorted(
-        steps, key=lambda step: (not step.fits, step.job.staleness > bound, step.step_s or math.inf)
+        steps,
+        key=lambda of: (
+            not of.fits and _needed_bytes(of.job),
+            of.job.staleness > bound,
+            of.step_s or math.inf,
+        ),
     )
     top = best[0].job
     splits = [
         (job.rollout_gpus, about_s)
         for about_s, job in looked
         if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
+        and about_s < math.inf
     ]
     fewer = tuple(_on_fewer(asked, bound))
     return RlAnswer(best[0], tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, best[0]))
