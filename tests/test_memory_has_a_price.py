@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from data_tables import table
+from meshwise.model.find import find_model
+from meshwise.model.weights import head_weights, mtp_weights, num_block_params, num_weights
 
 JOBS = {
     "llama3-8b": ("h100-80g-sxm:32", 256),
@@ -35,6 +37,28 @@ def priced(model: str, keys: dict[str, Any]) -> mw.Estimate | None:
 def test_gathered_weights_are_held_where_others_are_cast_as_they_are_read() -> None:
     held = [priced("llama3-8b", {"software": "xla-2024", "zero": zero}) for zero in (0, 1, 3)]
     assert [one and one.memory_bytes["weights"] for one in held] == [0, 31 / 32 * 2 * 8_030_261_248, 0]
+
+
+@pytest.mark.parametrize(("implementation", "elem_bytes"), [("megatron", 2), ("fsdp2", 4)])
+def test_the_last_stage_holds_the_table_that_multi_token_prediction_reads(
+    implementation: str, elem_bytes: int
+) -> None:
+    plan = f"pp=4,stages=9-9-9-9,schedule=1f1b,implementation={implementation}"
+    found = mw.estimate("mimo-7b", "h100-80g-sxm:4", plan, batch=16, seq=1024)
+    model = find_model("mimo-7b")
+    table = model.vocab * model.hidden
+    ends = num_weights((*head_weights(model), *mtp_weights(model)))
+    held = num_block_params(model) // 36 * 10 + ends + table
+    assert found.rank_ledger(3).where(module="memory", op="weights")["live_bytes"] == [elem_bytes * held]
+    shared = [found.rank_ledger(rank).where(op="tied_embedding")["payload_bytes"] for rank in range(4)]
+    assert [list(one) for one in shared] == [[4 * table], [], [], [4 * table]]
+
+
+@pytest.mark.parametrize(("grad_dtype", "elem_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_norms_are_summed_over_tp_as_gradients_are_held(grad_dtype: str, elem_bytes: int) -> None:
+    plan = f"tp=2,grad_dtype={grad_dtype}"
+    found = mw.estimate("llama3-8b", "h100-80g-sxm:16", plan, batch=16, seq=4096).ledger
+    assert [*found.where(op="shared_norms", axis="tp")["payload_bytes"]] == [65 * 4096 * elem_bytes]
 
 
 def work(of: mw.Estimate) -> dict[str, float]:

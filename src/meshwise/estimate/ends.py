@@ -203,9 +203,9 @@ def part_weights(of: PricedModel, again: float) -> list[Weights]:
             seconds[i] = seconds[i] + again * (selective * block.core_s + np.floor(full) * block.again_s)
     kinds = (DENSE,) if model.moe is None else (DENSE, EXPERTS)
     head = replace(FRONT, embeddings=0.0, heads=1.0, layers=(0.0,) * len(by_part[1:-1]))
-    of_head = held_params(of, head)  # a tied table may lie there again
+    of_head = held_params(of, head)  # the table of tokens may lie there again
     params = [[part.held[kind].params for part in by_part] for kind in kinds]
-    return [seconds, *params, *([[*params[DENSE][:-1], of_head[DENSE].params]] * model.tied_embedding)]
+    return [seconds, *params, *([[*params[DENSE][:-1], of_head[DENSE].params]] * model.shares_table)]
 
 
 def _unbeaten(number: NDArray[np.intp], slowest_s: NDArray[Any], params: NDArray[Any]) -> NDArray[np.bool_]:

@@ -25,7 +25,16 @@ from meshwise.model.weights import table_params
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
-from meshwise.program.exchange import STAGES, Column, Held, at_stage, grad_bytes, sums_on_host, weight_bytes
+from meshwise.program.exchange import (
+    STAGES,
+    Column,
+    Held,
+    at_stage,
+    grad_bytes,
+    holds_table_twice,
+    sums_on_host,
+    weight_bytes,
+)
 from meshwise.program.fsdp2 import STATES, shard_bytes
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import block_input_bytes
@@ -77,15 +86,15 @@ def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
 
 
 def held_params(of: PricedModel, stage: Stage) -> tuple[Held, Held]:
-    """Dense weights and experts on one rank of a stage; a head on another stage holds a tied table again."""
+    """Dense weights and experts on one rank of a stage; the last stage may hold the table of tokens too."""
     there, model, cut = of.contents(stage), of.model, of.cut
     dense, experts = (
         Held(*(added(count * part.held[kind][i] for count, part in there) for i in range(len(Held._fields))))
         for kind in (DENSE, EXPERTS)
     )
-    tied = model.vocab * model.hidden / cut.tp * model.tied_embedding * stage.heads * (stage.embeddings == 0)
-    trained = dense.trained + tied * (cut.lora_rank == 0)
-    return dense._replace(params=dense.params + tied, trained=trained), experts
+    copy = model.vocab * model.hidden / cut.tp * stage.heads * holds_table_twice(model, stage, of.mesh)
+    trained = dense.trained + copy * (cut.lora_rank == 0)
+    return dense._replace(params=dense.params + copy, trained=trained), experts
 
 
 def stage_memory(of: PricedModel, stage: Stage, held: tuple[Held, Held]) -> Memory:

@@ -119,7 +119,7 @@ def stage_time(of: PricedModel, stage: Stage) -> StageTime:
 
 
 def stage_cost(
-    of: PricedModel, stage: Stage, shared: Sequence[Op], time: StageTime, idle_s: Num = 0.0, *,
+    of: PricedModel, stage: Stage, shared: Sequence[Sequence[Op]], time: StageTime, idle_s: Num = 0.0, *,
     has_peak: bool = True,
 ) -> StageCost:  # fmt: skip
     """`idle_s`: how long a microbatch takes longer on the slowest stage.
@@ -155,7 +155,7 @@ def needed_memory(
 
 def _exchanged(
     of: PricedModel, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit],
-    shared: Sequence[Op], time: StageTime, idle_s: Num,
+    shared: Sequence[Sequence[Op]], time: StageTime, idle_s: Num,
 ) -> tuple[list[tuple[Op, Num]], Num, Num, Num]:  # fmt: skip
     """The exchanges of a stage's replicas, then what is paid, exposed and filled (as in `StageCost`).
 

@@ -108,7 +108,7 @@ ADDED = "comm_dp_s", "exposed_s", "filling_s", "optimizer_s", "gradient_bytes", 
 def with_tower(own: StageCost, tower: PricedModel) -> StageCost:
     """A stage and the tower on it: all adds up but workspace, which one uses after the other."""
     encoder, stage = tower.model, tower_stage(tower.model, own.stage)
-    shared = shared_gradients(encoder, tower.cut, layer_kinds(encoder)[0]) if tower.mesh.trains else []
+    shared = shared_gradients(encoder, tower.cut) if tower.mesh.trains else []
     cost = stage_cost(tower, stage, shared, stage_time(tower, stage))
     is_there = own.stage.embeddings > 0
     memory = {

@@ -5,8 +5,8 @@ from types import ModuleType
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.model.architecture import Layer, Model, across, of_layer
-from meshwise.model.weights import block_weights, modulated
+from meshwise.model.architecture import Layer, Model, across, layer_kind, layer_kinds, of_layer
+from meshwise.model.weights import Weights, block_weights, frozen, head_weights, modulated, mtp_weights
 from meshwise.program import additions, grid, tensor_1d, tensor_2d_cp
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import modulation, two_streams
@@ -98,7 +98,17 @@ def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
     return structs.replace(op, reads=narrow, keeps=narrow)
 
 
-def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008
-    """What the tensor-parallel ranks exchange once a step for one block: gradients that they share."""
-    weights = block_weights(model, layer, cut.lora_rank, cut.lora_targets)
-    return list(LAYOUTS[cut.layout].shared_gradients(weights, cut))
+def shared_gradients(model: Model, cut: Cut) -> list[list[Op]]:
+    """What the tensor-parallel ranks exchange once a step: gradients that they share.
+
+    Of one block of each kind, then of the head with multi-token prediction.
+    """
+
+    def of_block(kind: Layer) -> Weights:
+        return block_weights(model, kind, cut.lora_rank, cut.lora_targets)
+
+    ends = (*head_weights(model), *model.mtp_layers * mtp_weights(model))
+    predicts = model.mtp_layers * of_block(layer_kind(model, model.num_layers - 1))
+    head = (*(frozen(ends) if cut.lora_rank else ends), *predicts)
+    parts = (*map(of_block, layer_kinds(model)), head)
+    return [list(LAYOUTS[cut.layout].shared_gradients(weights, cut)) for weights in parts]

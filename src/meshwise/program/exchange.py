@@ -18,14 +18,15 @@ ZeRO 1, 2 and 3 are DeepSpeed's stages (arXiv 1910.02054) and Megatron-FSDP's `o
 under stages 0 and 1 it sums whole gradients.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from meshwise.core.numbers import SINGLE, anywhere, larger, where
+from meshwise.core.columns import grouped
+from meshwise.core.numbers import SINGLE, added, anywhere, larger, where
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -172,23 +173,40 @@ def exchanges(
         )  # fmt: skip
 
 
-def shared_weights(model: Model, shared: Iterable[Op], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Op]:
+def holds_table_twice(model: Model, stage: Stage, mesh: Mesh) -> Num:
+    """1 on the first and the last stage where each has a copy of the table of tokens, else 0.
+
+    A tied head reads it, or multi-token prediction, which embeds the next tokens (Megatron-Core:
+    `gpt_model.py`, `finalize_model_grads.py`); a stage that has both ends of the model needs no copy.
+    """
+    is_read = model.shares_table if mesh.trains else model.tied_embedding
+    return (stage.embeddings != stage.heads) * (mesh.pp > 1) * (1.0 * is_read)
+
+
+def shared_weights(
+    model: Model, shared: Sequence[Sequence[Op]], stage: Stage, mesh: Mesh, cut: Cut
+) -> Iterator[Op]:
     """Gradients of weights that several ranks of one replica hold, summed once a step.
 
-    `shared`: what the tensor-parallel ranks exchange for one block (`block.shared_gradients`).
-    A tied embedding lies on the first stage and on that of the head; under sequence parallelism and in
-    layouts of several dimensions ranks of a tensor-parallel group see different tokens of the same norms.
+    `shared`: what the tensor-parallel ranks exchange for each part (`block.shared_gradients`), in one
+    message for each group. Under sequence parallelism and in layouts of several dimensions ranks of a
+    tensor-parallel group see different tokens of the same norms.
     """
-    if model.tied_embedding and mesh.trains and mesh.plan.lora_rank == 0:
-        apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * 1.0
+    if mesh.trains and mesh.plan.lora_rank == 0:
+        apart = holds_table_twice(model, stage, mesh)
         payload = grad_bytes(mesh) * model.vocab * model.hidden / cut.tp
         yield exchange(
-            "tied_embedding", "step", "all_reduce", payload, 1.0 + apart, stride=mesh.apart(mesh.pp - 1.0),
+            "tied_embedding", "step", "all_reduce", payload, 1.0 + apart, "pp", stride=mesh.apart(mesh.pp - 1.0),
             count=apart,
         )  # fmt: skip
     replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
-    for op in shared:
-        if op.axis not in replicated:  # those are replicas, whose exchange is `exchanges`'
-            payload, there = op.payload_bytes * stage.num_layers, (stage.num_layers > 0) * 1.0
-            named = structs.replace(op, module="step", name="shared_norms", axis="dp")
-            yield structs.replace(named, payload_bytes=payload, count=there)
+    found = [
+        (count * op.payload_bytes, op)
+        for count, ops in zip((*stage.layers, stage.heads), shared, strict=False)
+        for op in ops
+        if op.axis not in replicated  # those are replicas, whose exchange is `exchanges`'
+    ]
+    for each in grouped(found, lambda one: (one[1].name, one[1].axis)).values():
+        payload = added(size for size, _ in each) * (grad_bytes(mesh) / cut.precision.act_bytes)
+        named = structs.replace(each[0][1], module="step", name="shared_norms")
+        yield structs.replace(named, payload_bytes=payload, count=(payload > 0) * 1.0)

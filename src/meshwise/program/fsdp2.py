@@ -53,7 +53,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import FSDP2, at_stage, exchange, num_reductions, replicas
+from meshwise.program.exchange import FSDP2, at_stage, exchange, holds_table_twice, num_reductions, replicas
 from meshwise.program.op import Op
 from meshwise.program.order import gathers
 from meshwise.program.tensor_1d import shards
@@ -278,10 +278,10 @@ def shared_weights(model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh,
                     "shared_weights", "backward", "all_reduce", payload, mesh.tp, "tp",
                     stride=mesh.stride("tp"), count=unit.count * reductions(stage, mesh) * (mesh.tp > 1),
                 )  # fmt: skip
-    if model.shares_table and not mesh.plan.lora_rank:
+    if not mesh.plan.lora_rank:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
         local = Unit(table, 1.0, (0.0, 0.0)).local_size(mesh, cut)
-        apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * (local > 0) * 1.0
+        apart = holds_table_twice(model, stage, mesh) * (local > 0)
         yield exchange(
             "tied_embedding", "backward", "all_reduce", local * shard_bytes(mesh, cut), 1.0 + apart, "pp",
             stride=mesh.apart(mesh.pp - 1.0), count=apart,

@@ -94,14 +94,13 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     own = ("part", "tokens") if cut.sequence_parallel else ("part",)
     trained = [weight for weight in weights if weight.trains and not weight.is_expert]
     partial = [weight for weight in trained if weight.cut == WHOLE and weight.gradient in own]
-    for together in (partial, [weight for weight in trained if weight.units]):
+    of_heads = [weight for weight in trained if weight.units]
+    for name, together in (("shared_gradients", partial), ("shared_keys", of_heads)):
         if not together:
             continue
         copies = cut.tp / shards(together[0], cut)
         payload = added(weight.size / shards(weight, cut) for weight in together) * cut.precision.act_bytes
-        yield collective(
-            "block", "shared_gradients", "step", "all_reduce", "tp", payload, copies, stride=cut.tp_stride
-        )
+        yield collective("block", name, "step", "all_reduce", "tp", payload, copies, stride=cut.tp_stride)
 
 
 def feed_forward(

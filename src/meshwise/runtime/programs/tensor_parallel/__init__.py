@@ -89,7 +89,7 @@ def cut_of(options: Any, ranks: int) -> Cut:
 def estimate(options: Any, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`: each op of the layout, as often as it occurs."""
     model, cut = model_of(options), cut_of(options, tape.world_size)
-    for op in [*with_saved_bytes(block_ops(model, cut)), *shared_gradients(model, cut)]:
+    for op in [*with_saved_bytes(block_ops(model, cut)), *shared_gradients(model, cut)[0]]:
         if op.kind == "collective" and op.group_size == 1:
             continue
         row = op_row(op) | {"dtype": options.dtype}
