@@ -152,7 +152,9 @@ def played_s(of: Estimate) -> float:
 
 
 def pipeline_s(of: Estimate) -> float:
-    return sum(of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
+    once = [row for row in of.ledger.rows() if row["op"] in ("shared_norms", "tied_embedding")]
+    parts = (of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
+    return sum(parts) - sum(row["count"] * row["time_s"] for row in once)
 
 
 def test_uneven_stages_are_played() -> None:

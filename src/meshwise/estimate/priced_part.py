@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from meshwise.core.columns import grouped
 from meshwise.core.numbers import added, anywhere, larger, largest, smaller
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
@@ -152,6 +153,7 @@ def _part(
     sum_bytes: float, grad_bytes: float,
 ) -> Part:  # fmt: skip
     overheads = machine.overheads
+    ops = _stopped(ops) if overheads.stops_early else ops
     priced = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
     forward = [op for op in ops if op.phase == FORWARD]
     if overheads.stops_early:
@@ -212,6 +214,16 @@ def _live(ops: Sequence[Op], grad_bytes: float) -> tuple[PartBytes, ...]:
     found = [part_bytes(piece, grad_bytes) for piece in pieces]
     filled = [_loss_room(piece).filled_bytes for piece in pieces]
     return tuple(one.with_loss(one.saved + more) for one, more in zip(found, filled, strict=True))
+
+
+def _stopped(ops: Sequence[Op]) -> list[Op]:
+    """The ops of a part, of whose segments none is run again behind the last that keeps a tensor.
+
+    What is dropped is made again to its end, where it is read.
+    """
+    segments = grouped((op for op in ops if op.segment and not op.drops), lambda op: op.segment)
+    unread = set[int]().union(*map(_unread, segments.values()))
+    return [structs.replace(op, redone_frac=0.0) if id(op) in unread else op for op in ops]
 
 
 def _unread(ops: Sequence[Op]) -> set[int]:

@@ -29,8 +29,9 @@ redoes from published runs:
   microbatch's gradients to an fp32 sum moves `accumulate_bytes` per parameter, beyond the gradient that the
   matmul writes anyway; a narrower sum is read and written in fewer bytes. Where the scale of fp8 is known
   beforehand (delayed scaling), the kernel before writes fp8 itself: casts then take `delayed_cast_passes`.
-- *Recomputation.* Where software `stops_early`, full recomputation of a block ends with the last tensor that
-  the backward reads, so not with its last matmul (checkpoints of PyTorch since 2.1; XLA removes dead code).
+- *Recomputation.* Where software `stops_early`, recomputation of a block or a module ends with the last tensor
+  that the backward reads, so not with its last matmul (checkpoints of PyTorch since 2.1, compiled or not, but for
+  reentrant ones; XLA removes dead code).
 - *Gradients.* Software that `frees_gradients` has none while nothing has been computed since the last step
   (PyTorch's `zero_grad` since 2.0; XLA's are temporaries); Megatron keeps a buffer for them.
 - *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4
@@ -100,8 +101,8 @@ class Software(NamedTuple):
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
     those whose chips run no other. `native_attention`: generations of chips whose own fused attention it
-    runs. `is_eager`: it fuses no element-wise kernels of a block. `weighs_last`: as in a `program.cut.Cut`,
-    `casts_weights`: as in a `program.op.Precision`.
+    runs. `is_eager`: it fuses no element-wise kernels of a block. `stops_early`: see *Recomputation*.
+    `weighs_last`: as in a `program.cut.Cut`, `casts_weights`: as in a `program.op.Precision`.
     """
 
     losses: str
@@ -113,6 +114,7 @@ class Software(NamedTuple):
     is_eager: bool = False
     weighs_last: bool = False
     casts_weights: bool = False
+    stops_early: bool = False
 
 
 SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].items()}
@@ -269,6 +271,8 @@ def _find(generation: str, flop_per_joule: float, software: str, among: Tables) 
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(SOFTWARE)}")
     constants: dict[str, Any] = {**among.software[measured], **among.common}
     power = dict(among.power.get(generation, {}))
+    if software in SOFTWARE:
+        constants["stops_early"] = 1.0 * SOFTWARE[software].stops_early
     if software in SOFTWARE and generation in SOFTWARE[software].native_attention:
         constants["attention_slowdown"] = 1.0
     elif "attention_slowdown" in constants:

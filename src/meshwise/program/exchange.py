@@ -196,8 +196,8 @@ def shared_weights(
         apart = holds_table_twice(model, stage, mesh)
         payload = grad_bytes(mesh) * model.vocab * model.hidden / cut.tp
         yield exchange(
-            "tied_embedding", "step", "all_reduce", payload, 1.0 + apart, "pp", stride=mesh.apart(mesh.pp - 1.0),
-            count=apart,
+            "tied_embedding", "step", "all_reduce", payload, 1.0 + apart, "pp",
+            stride=mesh.apart(mesh.pp - 1.0), count=apart,
         )  # fmt: skip
     replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
     found = [

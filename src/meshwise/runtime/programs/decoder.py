@@ -127,6 +127,7 @@ class Setting:
     routes: Routes | None = None
     heads: MeshAxis = ALONE
     lora_rank: int = 0
+    stops_early: bool = True
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
@@ -145,7 +146,8 @@ class Setting:
     ) -> Any:  # fmt: skip
         """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then.
 
-        All of it again, as Megatron-LM does, but for the ops whose results torch's contexts `keeps` hold.
+        Again are its ops up to the last that keeps a tensor where torch `stops_early`, but for those whose
+        results torch's contexts `keeps` hold.
         """
 
         def run(*args: Tensor) -> Any:
@@ -153,7 +155,7 @@ class Setting:
             with self.recorder.phase("recompute") if in_backward else nullcontext():
                 return function(*args)
 
-        with set_checkpoint_early_stop(False):
+        with set_checkpoint_early_stop(self.stops_early):
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keeps)
 
     def planned(self, layer: nn.Linear) -> nn.Module:

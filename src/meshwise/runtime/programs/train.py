@@ -23,6 +23,7 @@ from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import estimate as price
 from meshwise.estimate.timing import overheads_of
 from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh
@@ -75,6 +76,15 @@ def the_plan(options: Any) -> Plan:
     return plan
 
 
+def stops_early(plan: Plan) -> bool:
+    """Whether recomputation ends with the last tensor that is kept, as under the plan's software.
+
+    Products in fp8 are autograd Functions, which keep their operands when they are through: uncompiled, the
+    last one is run again.
+    """
+    return SOFTWARE[plan.software].stops_early and plan.dtype != "fp8"
+
+
 def the_model(options: Any) -> Model:
     """The model without dropout, cut to its first layers where asked; ModelError for one of another shape."""
     model = find_model(options.model)
@@ -119,10 +129,9 @@ def estimate(options: Any, tape: Tape) -> None:
     """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over."""
     ranks, plan = tape.world_size, the_plan(options)
     cluster, workload = the_cluster(ranks), the_workload(options, ranks)
-    # as `Setting.again` recomputes
-    recomputes_all = replace(overheads_of(cluster.chip, plan), stops_early=0.0)
+    overheads = replace(overheads_of(cluster.chip, plan), stops_early=1.0 * stops_early(plan))
     priced, on_device = (
-        price(the_model(options), cluster, each, workload, overheads=recomputes_all)
+        price(the_model(options), cluster, each, workload, overheads=overheads)
         for each in (plan, replace(plan, offload_optimizer=0.0))
     )
     tape.priced(priced.rank_ledger(tape.rank), options.steps)

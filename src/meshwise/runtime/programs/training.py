@@ -37,6 +37,7 @@ from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, axis_of
+from meshwise.runtime.programs.train import stops_early
 from meshwise.runtime.recorder import own_part
 from meshwise.runtime.torch_private import fsdp_param
 
@@ -180,6 +181,7 @@ class Trainer:
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             redone_modules=redone, redone_layers=layers if plan.recompute == "full" else 0.0,
             is_narrow=plan.dtype == "fp8", routes=way, heads=self.heads, lora_rank=plan.lora_rank,
+            stops_early=stops_early(plan),
         )  # fmt: skip
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
