@@ -143,6 +143,22 @@ def test_the_stage_of_the_head_waits_for_its_microbatches() -> None:
     assert waits[3] == pytest.approx([found.machine.overheads.microbatch_s])
 
 
+WITHOUT = [
+    *itertools.product(("megatron", "fsdp2"), ("cp_kind=ulysses", "schedule=zb-h1", "overlap_pp=0", "sp=1"))
+]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "key"), [*WITHOUT, ("megatron", "zero=3"), ("megatron", "zero=0")]
+)
+def test_a_key_without_effect_is_told_and_has_none(implementation: str, key: str) -> None:
+    plan, job = f"implementation={implementation}", {"cluster": "a100-80g-sxm:1", "batch": 4, "seq": 256}
+    stated, plain = (priced("qwen3-0.6b", f"{plan}{more}", **job) for more in (f",{key}", ""))
+    assert f"without effect here: {key}" in stated.notes()
+    assert (stated.time_s, stated.memory_bytes) == (plain.time_s, plain.memory_bytes)
+    assert not any(note.startswith("without effect") for note in plain.notes())
+
+
 # --- what must hold ----------------------------------------------------------------------------
 
 
@@ -152,7 +168,8 @@ def played_s(of: Estimate) -> float:
 
 
 def pipeline_s(of: Estimate) -> float:
-    once = [row for row in of.ledger.rows() if row["op"] in ("shared_norms", "tied_embedding")]
+    rows = of.rank_ledger(of.pace_rank).rows()
+    once = [row for row in rows if row["op"] in ("shared_norms", "tied_embedding")]
     parts = (of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
     return sum(parts) - sum(row["count"] * row["time_s"] for row in once)
 

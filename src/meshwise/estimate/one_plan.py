@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.expressions import value_of
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse, told
@@ -38,7 +39,7 @@ from meshwise.machine.overheads import Overheads, software_on
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.mesh import SERVING, Mesh
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import IDLE, KEYS, Plan, plan_text
 from meshwise.plan.rules import resolve
 from meshwise.plan.stages import held_by_ranks, layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload, quantized_note
@@ -264,6 +265,16 @@ class Estimate(Shown):
         parts = ("weights", "gradients", "optimizer", "activations")
         of_rank = sum(kept[name] - self.memory_bytes[name] for name in parts)
         return of_rank * min(self.cluster.chips_per_host, self.cluster.num_chips)
+
+    @property
+    def idle_keys(self) -> str:
+        """What the plan states that changes nothing here."""
+        names = {"has_experts": self.model.moe is not None, "replicas": self.mesh.replicas}
+        names |= {key: getattr(self.plan, key) for key in KEYS}
+        idle = {key for key, where in IDLE.items() if value_of(where, names)}
+        if self.plan.done_by.shards_each_weight:  # weights are gathered and given back alone, too
+            idle -= {"zero"}
+        return ", ".join(word for word in plan_text(self.plan).split(",") if word.partition("=")[0] in idle)
 
     def notes(self) -> list[str]:
         """What a reader should know: what does not fit, what binds, what the constants rest on."""

@@ -19,7 +19,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DEFAULTS, ENGINE_KEYS, EVEN, KEYS, LORA_TARGETS, WEIGHT_KEYS, Plan
+from meshwise.plan.plan import DEFAULTS, ENGINE_KEYS, EVEN, IDLE, KEYS, LORA_TARGETS, WEIGHT_KEYS, Plan
 from meshwise.plan.stages import chunk_layers, layers_of_chunks
 from meshwise.program.implementation import loss_fusion
 
@@ -59,10 +59,7 @@ def without_effect(facts: Facts) -> dict[str, Any]:
     """Keys of a training plan, and whether (in a grid: in which cells) they change nothing in this world."""
     dp = facts.get("dp")
     names = facts | {"replicas": 0 if dp is None else dp * facts["cp"]}
-    idle = dict.fromkeys(WEIGHT_KEYS, True)
-    for keys, condition in launch_tables().idle.items():
-        idle |= dict.fromkeys(keys.split(), value_of(condition, names))
-    return idle
+    return dict.fromkeys(WEIGHT_KEYS, True) | {key: value_of(where, names) for key, where in IDLE.items()}
 
 
 def idle_keys(facts: Facts) -> set[str]:

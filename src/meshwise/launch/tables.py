@@ -37,7 +37,6 @@ class LaunchTables(msgspec.Struct, frozen=True):
 
     covers: dict[str, tuple[str, ...]]
     instead: dict[str, dict[str, str]]
-    idle: dict[str, str]
     derived: dict[str, str]
     grid: dict[str, str]
     recovered: dict[str, str]

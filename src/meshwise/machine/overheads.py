@@ -29,9 +29,9 @@ redoes from published runs:
   microbatch's gradients to an fp32 sum moves `accumulate_bytes` per parameter, beyond the gradient that the
   matmul writes anyway; a narrower sum is read and written in fewer bytes. Where the scale of fp8 is known
   beforehand (delayed scaling), the kernel before writes fp8 itself: casts then take `delayed_cast_passes`.
-- *Recomputation.* Where software `stops_early`, recomputation of a block or a module ends with the last tensor
-  that the backward reads, so not with its last matmul (checkpoints of PyTorch since 2.1, compiled or not, but for
-  reentrant ones; XLA removes dead code).
+- *Recomputation.* Where software `stops_early`, recomputation of a block or a module ends with the last
+  tensor that the backward reads, so not with its last matmul (checkpoints of PyTorch since 2.1 that are not
+  reentrant, compiled or not; XLA removes dead code).
 - *Gradients.* Software that `frees_gradients` has none while nothing has been computed since the last step
   (PyTorch's `zero_grad` since 2.0; XLA's are temporaries); Megatron keeps a buffer for them.
 - *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4

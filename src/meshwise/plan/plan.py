@@ -175,6 +175,8 @@ TRAINING_KEYS, WEIGHT_KEYS, PROMPT_KEYS = _keys_of("training"), _keys_of("format
 """Keys that mean nothing without a backward; but to an engine; but to an engine that takes prompts alone."""
 ENGINE_KEYS = _keys_of("all", "formats")
 """Keys that a serving engine knows."""
+IDLE: dict[str, str] = {key: entry["idle"] for key, entry in _CATALOG.items() if "idle" in entry}
+"""Where a key of a training plan changes nothing, in terms of the others."""
 FSDP2_VALUES = {
     key: tuple(map(KEYS[key].read, entry["fsdp2"])) for key, entry in _CATALOG.items() if "fsdp2" in entry
 }
