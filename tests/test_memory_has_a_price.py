@@ -39,26 +39,23 @@ def test_gathered_weights_are_held_where_others_are_cast_as_they_are_read() -> N
     assert [one and one.memory_bytes["weights"] for one in held] == [0, 31 / 32 * 2 * 8_030_261_248, 0]
 
 
-@pytest.mark.parametrize(("implementation", "elem_bytes"), [("megatron", 2), ("fsdp2", 4)])
-def test_the_last_stage_holds_the_table_that_multi_token_prediction_reads(
-    implementation: str, elem_bytes: int
-) -> None:
-    plan = f"pp=4,stages=9-9-9-9,schedule=1f1b,implementation={implementation}"
-    found = mw.estimate("mimo-7b", "h100-80g-sxm:4", plan, batch=16, seq=1024)
-    model = find_model("mimo-7b")
-    table = model.vocab * model.hidden
-    ends = num_weights((*head_weights(model), *mtp_weights(model)))
-    held = num_block_params(model) // 36 * 10 + ends + table
-    assert found.rank_ledger(3).where(module="memory", op="weights")["live_bytes"] == [elem_bytes * held]
-    shared = [found.rank_ledger(rank).where(op="tied_embedding")["payload_bytes"] for rank in range(4)]
-    assert [list(one) for one in shared] == [[4 * table], [], [], [4 * table]]
+def test_the_last_stage_holds_the_table_that_multi_token_prediction_reads() -> None:
+    model, job = find_model("mimo-7b"), "pp=4,stages=9-9-9-9,implementation="
+    table, ends = model.vocab * model.hidden, num_weights((*head_weights(model), *mtp_weights(model)))
+    for name, elem_bytes in (("megatron", 2), ("fsdp2", 4)):
+        found = mw.estimate("mimo-7b", "h100-80g-sxm:4", job + name, batch=16, seq=1024)
+        held = found.rank_ledger(3).where(module="memory", op="weights")["live_bytes"]
+        assert held == [elem_bytes * (num_block_params(model) // 36 * 10 + ends + table)]
+        shared = [found.rank_ledger(rank).where(op="tied_embedding")["payload_bytes"] for rank in range(4)]
+        assert [list(one) for one in shared] == [[4 * table], [], [], [4 * table]]
 
 
-@pytest.mark.parametrize(("grad_dtype", "elem_bytes"), [("fp32", 4), ("bf16", 2)])
-def test_norms_are_summed_over_tp_as_gradients_are_held(grad_dtype: str, elem_bytes: int) -> None:
-    plan = f"tp=2,grad_dtype={grad_dtype}"
-    found = mw.estimate("llama3-8b", "h100-80g-sxm:16", plan, batch=16, seq=4096).ledger
-    assert [*found.where(op="shared_norms", axis="tp")["payload_bytes"]] == [65 * 4096 * elem_bytes]
+def test_norms_are_summed_over_tp_as_gradients_are_held() -> None:
+    for dtype, width in (("fp32", 4), ("bf16", 2)):
+        found = mw.estimate("llama3-8b", "h100-80g-sxm:16", f"tp=2,grad_dtype={dtype}", batch=16, seq=4096)
+        assert [*found.ledger.where(op="shared_norms", axis="tp")["payload_bytes"]] == [
+            65 * 4096 * elem_bytes
+        ]
 
 
 def work(of: mw.Estimate) -> dict[str, float]:

@@ -278,14 +278,14 @@ def test_what_is_stated_stays() -> None:
         assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, plan)
 
 
-@pytest.mark.parametrize("layout", ["llama3-405b", "qwen3-235b-a22b --mode split"])
-def test_where_nothing_fits_the_answer_is_what_comes_nearest(meshwise: Any, layout: str) -> None:
-    found = meshwise(
-        "rl", *f"{layout} --cluster h100-80g-sxm:8 --prompts 16 --samples 8 --output 512 --json".split()
-    )
-    needed = [max(one["memory_bytes"].values()) for one in found.document["best"]]
-    assert found.code == 1 and found.document["fits"] is False and needed == sorted(needed)
-    assert {"training", "rollout"} == {note.split()[1] for note in found.document["notes"] if "fit:" in note}
+def test_where_nothing_fits_the_answer_is_what_comes_nearest(meshwise: Any) -> None:
+    for layout in ("llama3-405b", "qwen3-235b-a22b --mode split"):
+        job = f"{layout} --cluster h100-80g-sxm:8 --prompts 16 --samples 8 --output 512"
+        found = meshwise("rl", *job.split(), "--json")
+        needed = [max(one["memory_bytes"].values()) for one in found.document["best"]]
+        assert found.code == 1 and found.document["fits"] is False and needed == sorted(needed)
+        short = {note.split()[1] for note in found.document["notes"] if "fit:" in note}
+        assert short == {"training", "rollout"}
 
 
 def test_plans_whose_stages_divide_the_layers_are_found_among_faster_ones() -> None:
@@ -377,6 +377,9 @@ def test_what_a_framework_cannot_be_told() -> None:
     for to, name, value in READ["untold"]:
         (said,) = state(to, **{name: value}).not_expressed
         assert said.startswith(f"{name}={value}: ")
+    kinds = ("recompute=selective,implementation=fsdp2", "recompute=selective")
+    fsdp2, plain = ("".join(state("nemo-rl", plan).not_expressed) for plan in kinds)
+    assert "FSDP2's trainer recomputes all" in fsdp2 and "FSDP2" not in plain
     dapo = state("nemo-rl", algorithm="dapo", oversample=1.5)
     assert {"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"} < {*dapo.arguments}
     assert "recipe.yaml: copy it" in "".join(dapo.elsewhere)  # beside what it inherits from

@@ -126,13 +126,11 @@ def test_links_carry_one_exchange_at_a_time(plan: str, implementation: str) -> N
 @pytest.mark.parametrize("implementation", ["megatron", "fsdp2"])
 def test_the_ends_of_a_pipeline_inside_a_node_share_a_table_over_its_links(implementation: str) -> None:
     """Ranks 0 and 6 of eight are no farther from each other than ranks 0 and 4 of a node."""
-    took = [
-        priced(
-            "qwen3-0.6b", f"tp=2,pp={pp},implementation={implementation}", cluster=f"a100-80g-sxm:{2 * pp}",
-            batch=8, seq=128, ideal=True,
-        ).ledger.where(op="tied_embedding")["comm_s"]
-        for pp in (2, 4)
-    ]  # fmt: skip
+    took = []
+    for pp in (2, 4):
+        plan, cluster = f"tp=2,pp={pp},implementation={implementation}", f"a100-80g-sxm:{2 * pp}"
+        found = priced("qwen3-0.6b", plan, cluster=cluster, batch=8, seq=128, ideal=True)
+        took.append(found.ledger.where(op="tied_embedding")["comm_s"])
     assert took[0] == pytest.approx(took[1]) and took[0][0] > 0
 
 
@@ -143,17 +141,10 @@ def test_the_stage_of_the_head_waits_for_its_microbatches() -> None:
     assert waits[3] == pytest.approx([found.machine.overheads.microbatch_s])
 
 
-WITHOUT = [
-    *itertools.product(("megatron", "fsdp2"), ("cp_kind=ulysses", "schedule=zb-h1", "overlap_pp=0", "sp=1"))
-]
-
-
-@pytest.mark.parametrize(
-    ("implementation", "key"), [*WITHOUT, ("megatron", "zero=3"), ("megatron", "zero=0")]
-)
-def test_a_key_without_effect_is_told_and_has_none(implementation: str, key: str) -> None:
-    plan, job = f"implementation={implementation}", {"cluster": "a100-80g-sxm:1", "batch": 4, "seq": 256}
-    stated, plain = (priced("qwen3-0.6b", f"{plan}{more}", **job) for more in (f",{key}", ""))
+@pytest.mark.parametrize("key", ["cp_kind=ulysses", "schedule=zb-h1", "overlap_pp=0", "sp=1", "zero=3"])
+def test_a_key_without_effect_is_told_and_has_none(key: str) -> None:
+    job: Any = {"cluster": "a100-80g-sxm:1", "batch": 4, "seq": 256}
+    stated, plain = (priced("qwen3-0.6b", plan, **job) for plan in (key, ""))
     assert f"without effect here: {key}" in stated.notes()
     assert (stated.time_s, stated.memory_bytes) == (plain.time_s, plain.memory_bytes)
     assert not any(note.startswith("without effect") for note in plain.notes())
@@ -168,16 +159,16 @@ def played_s(of: Estimate) -> float:
 
 
 def pipeline_s(of: Estimate) -> float:
-    rows = of.rank_ledger(of.pace_rank).rows()
-    once = [row for row in rows if row["op"] in ("shared_norms", "tied_embedding")]
+    once = of.rank_ledger(of.pace_rank).where(op=("shared_norms", "tied_embedding"))
     parts = (of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
-    return sum(parts) - sum(row["count"] * row["time_s"] for row in once)
+    return sum(parts) - sum(row["count"] * row["time_s"] for row in once.rows())
 
 
 def test_uneven_stages_are_played() -> None:
     uneven = priced(plan="tp=8,pp=4,zero=0,stages=30-22-22-22", batch=64)
     assert uneven.step_s > priced(plan="tp=8,pp=4,zero=0", batch=64).step_s
     assert played_s(uneven) == pytest.approx(pipeline_s(uneven), rel=1e-9)
+    assert sum(row["count"] * row["time_s"] for row in uneven.ledger.rows()) > 0  # each row has a time
 
 
 def test_dualpipe_holds_both_ends_of_the_model() -> None:
@@ -216,11 +207,10 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     ("llama3-8b", "cp=4,cp_kind=ring,implementation=fsdp2", {"fc2", "residual2"}),
     ("nemotron-h-56b", "software=torch-2024", {"out_proj", "residual1", "fc2", "residual2"}),
     ("qwen3-30b-a3b", "ep=8,implementation=fsdp2", {"combine", "residual2"}),
-    ("llama3-8b", "implementation=huggingface,lora_rank=16", set()),
+    ("llama3-8b", "implementation=huggingface,lora_rank=16", {"down_lora_b", "down_lora_add", "residual2"}),
+    ("llama3-8b", "implementation=huggingface,software=torch-2023", set()),
 ])  # fmt: skip
-def test_early_stop_leaves_out_only_what_follows_the_last_kept_tensor(
-    model: str, plan: str, left_out: set[str]
-) -> None:
+def test_early_stop_leaves_out_what_follows_the_last_kept(model: str, plan: str, left_out: set[str]) -> None:
     rows = priced(model, f"recompute=full,zero=3,{plan}", cluster="h200-sxm:64").ledger.rows()
     ops = [(row["module"], row["op"], row["phase"]) for row in rows if "layer" in row["module"]]
     once = Counter(one[:2] for one in ops if one[2] == "forward")

@@ -24,17 +24,8 @@ from meshwise.model.architecture import layer_kinds
 from meshwise.model.weights import table_params
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
-from meshwise.plan.stages import Stage
-from meshwise.program.exchange import (
-    STAGES,
-    Column,
-    Held,
-    at_stage,
-    grad_bytes,
-    holds_table_twice,
-    sums_on_host,
-    weight_bytes,
-)
+from meshwise.plan.stages import Stage, holds_table_twice
+from meshwise.program.exchange import STAGES, Column, Held, at_stage, grad_bytes, sums_on_host, weight_bytes
 from meshwise.program.fsdp2 import STATES, shard_bytes
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import block_input_bytes

@@ -39,7 +39,7 @@ from meshwise.machine.overheads import Overheads, software_on
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.mesh import SERVING, Mesh
-from meshwise.plan.plan import IDLE, KEYS, Plan, plan_text
+from meshwise.plan.plan import IDLE, Plan, plan_text
 from meshwise.plan.rules import resolve
 from meshwise.plan.stages import held_by_ranks, layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload, quantized_note
@@ -269,8 +269,7 @@ class Estimate(Shown):
     @property
     def idle_keys(self) -> str:
         """What the plan states that changes nothing here."""
-        names = {"has_experts": self.model.moe is not None, "replicas": self.mesh.replicas}
-        names |= {key: getattr(self.plan, key) for key in KEYS}
+        names = asdict(self.plan) | {"has_experts": bool(self.model.moe), "replicas": self.mesh.replicas}
         idle = {key for key, where in IDLE.items() if value_of(where, names)}
         if self.plan.done_by.shards_each_weight:  # weights are gathered and given back alone, too
             idle -= {"zero"}

@@ -229,14 +229,15 @@ def _stopped(ops: Sequence[Op]) -> list[Op]:
 def _unread(ops: Sequence[Op]) -> set[int]:
     """The forward ops, by identity, behind the last that keeps a tensor; that one too if it made none of it.
 
-    Recomputation stops once all that was kept is there again.
+    Recomputation stops once all that was kept is there again. Ops of one name run as one (ring attention).
     """
     forward = [op for op in ops if op.phase == FORWARD]
-    stop = 0
+    stop, last = 0, ""
     for place, op in enumerate(forward):
         if op.keeps:
-            stop = place + any(kept is made for kept in op.keeps for made in op.makes)
-    return {id(op) for op in forward[stop:]}
+            is_made = any(kept is made for kept in op.keeps for made in op.makes)
+            stop, last = place + is_made, op.name * is_made
+    return {id(op) for op in forward[stop:] if op.name != last}
 
 
 def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:

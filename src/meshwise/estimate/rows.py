@@ -60,9 +60,9 @@ def step_rows(step: StepCost, cost: StageCost) -> Iterator[Row]:
         yield common | row | {"count": row.get("count", 1.0) * m}
     for row in (*_pipeline_rows(step, cost), *_once_a_step(step, cost)):
         yield common | row
+    at_peak = common | {"module": "memory", "phase": "peak", "time_s": 0.0}
     for field in fields(cost.memory):
-        held = float(getattr(cost.memory, field.name))
-        yield common | {"module": "memory", "op": field.name, "phase": "peak", "live_bytes": held}
+        yield at_peak | {"op": field.name, "live_bytes": float(getattr(cost.memory, field.name))}
 
 
 # --- one microbatch ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from meshwise.estimate.timing import Machine
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program import fsdp2
+from meshwise.program.block import shared_gradients
 from meshwise.program.exchange import (
     STAGES,
     Held,
@@ -119,15 +120,14 @@ def stage_time(of: PricedModel, stage: Stage) -> StageTime:
 
 
 def stage_cost(
-    of: PricedModel, stage: Stage, shared: Sequence[Sequence[Op]], time: StageTime, idle_s: Num = 0.0, *,
-    has_peak: bool = True,
-) -> StageCost:  # fmt: skip
+    of: PricedModel, stage: Stage, time: StageTime, idle_s: Num = 0.0, *, has_peak: bool = True
+) -> StageCost:
     """`idle_s`: how long a microbatch takes longer on the slowest stage.
 
     `has_peak`: whether FSDP2's memory is told at its peak, or as much of it as there is in any case.
     """
     held, units = held_params(of, stage), units_of(of, stage)
-    exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(of, stage, held, units, shared, time, idle_s)
+    exchanged, comm_dp_s, exposed_s, filling_s = _exchanged(of, stage, held, units, time, idle_s)
     memory, kept = needed_memory(of, stage, held, units, has_peak=has_peak and of.mesh.trains)
     gradients = gradient_bytes(units, of.mesh, of.cut) if units else memory.gradients
     optimizer_s = _optimizer_s(of, held, stage.share, memory, gradients) if of.mesh.trains else 0.0
@@ -154,16 +154,15 @@ def needed_memory(
 
 
 def _exchanged(
-    of: PricedModel, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit],
-    shared: Sequence[Sequence[Op]], time: StageTime, idle_s: Num,
+    of: PricedModel, stage: Stage, held: tuple[Held, Held], units: Sequence[fsdp2.Unit], time: StageTime,
+    idle_s: Num,
 ) -> tuple[list[tuple[Op, Num]], Num, Num, Num]:  # fmt: skip
     """The exchanges of a stage's replicas, then what is paid, exposed and filled (as in `StageCost`).
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
     sticks out, and likewise the gather of the first block's weights. It does not travel while other
     collectives hold the links that it needs. In a pipeline FSDP2 gathers once, and reduces when the last
-    backward is through, so that hides nothing. `units`: those of FSDP2, if it is that; `shared`: as in
-    `shared_weights`.
+    backward is through, so that hides nothing. `units`: those of FSDP2, if it is that.
     """
     model, mesh, cut, machine = of.model, of.mesh, of.cut, of.machine
     if mesh.serves:
@@ -179,7 +178,7 @@ def _exchanged(
         reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), mesh.num_microbatches)
         buckets, of_block = overheads.bucket_params(mesh.replicas), overheads.messages_per_block
         of_replicas = exchanges(held, stage, mesh, bucket_params=buckets, messages_per_block=of_block)
-        of_one = shared_weights(model, shared, stage, mesh, cut)
+        of_one = shared_weights(model, shared_gradients(model, cut), stage, mesh, cut)
     found, own = (
         [(one, _exchange_s(one, machine)) for one in some if occurs(one)] for some in (of_replicas, of_one)
     )

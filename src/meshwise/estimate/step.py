@@ -30,7 +30,6 @@ from meshwise.estimate.tower import tower_time, towers_of, with_tower, with_weig
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, differ, has_fixed_ends, layers_of_chunks, stages_of
-from meshwise.program.block import shared_gradients
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import block_input_bytes
 
@@ -79,7 +78,6 @@ def price_step(
     infinite for all others; None: all.
     """
     model, mesh = of.model, of.mesh
-    shared = shared_gradients(model, of.cut) if mesh.trains else []
     decodes, held_towers = mesh.kind == "decode", towers_of(of)
     towers = [] if decodes else held_towers
     has_peak = wants is None or not shards_each_weight(of.cut) or bool(towers)
@@ -92,7 +90,7 @@ def price_step(
     ]
     slowest_s = _largest(totals_s, exists)
     costs = [
-        stage_cost(of, stage, shared, time, slowest_s - total_s, has_peak=has_peak)
+        stage_cost(of, stage, time, slowest_s - total_s, has_peak=has_peak)
         for stage, time, total_s in zip(stages, times, totals_s, strict=True)
     ]
     costs = [reduce(with_weights if decodes else with_tower, held_towers, cost) for cost in costs]

@@ -22,7 +22,6 @@ from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
-from meshwise.program.block import shared_gradients
 
 FRONT = Stage(index=0.0, num_stages=1.0, embeddings=1.0, heads=0.0, layers=())
 """The stage of the embedding, where towers lie too."""
@@ -107,9 +106,8 @@ ADDED = "comm_dp_s", "exposed_s", "filling_s", "optimizer_s", "gradient_bytes", 
 
 def with_tower(own: StageCost, tower: PricedModel) -> StageCost:
     """A stage and the tower on it: all adds up but workspace, which one uses after the other."""
-    encoder, stage = tower.model, tower_stage(tower.model, own.stage)
-    shared = shared_gradients(encoder, tower.cut) if tower.mesh.trains else []
-    cost = stage_cost(tower, stage, shared, stage_time(tower, stage))
+    stage = tower_stage(tower.model, own.stage)
+    cost = stage_cost(tower, stage, stage_time(tower, stage))
     is_there = own.stage.embeddings > 0
     memory = {
         name: getattr(own.memory, name) + is_there * getattr(cost.memory, name)

@@ -271,8 +271,7 @@ def _find(generation: str, flop_per_joule: float, software: str, among: Tables) 
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(SOFTWARE)}")
     constants: dict[str, Any] = {**among.software[measured], **among.common}
     power = dict(among.power.get(generation, {}))
-    if software in SOFTWARE:
-        constants["stops_early"] = 1.0 * SOFTWARE[software].stops_early
+    constants["stops_early"] = 1.0 * (software in SOFTWARE and SOFTWARE[software].stops_early)
     if software in SOFTWARE and generation in SOFTWARE[software].native_attention:
         constants["attention_slowdown"] = 1.0
     elif "attention_slowdown" in constants:

@@ -60,6 +60,16 @@ class Stage:
         return self.share * self.num_layers
 
 
+def holds_table_twice(model: Model, stage: Stage, mesh: Mesh) -> Num:
+    """1 on the first and the last stage where each has a copy of the table of tokens, else 0.
+
+    A tied head reads it, or multi-token prediction, which embeds the next tokens (Megatron-Core:
+    `gpt_model.py`, `finalize_model_grads.py`); a stage that has both ends of the model needs no copy.
+    """
+    is_read = model.shares_table if mesh.trains else model.tied_embedding
+    return (stage.embeddings != stage.heads) * (mesh.pp > 1) * (1.0 * is_read)
+
+
 def chunk_layers(num_layers: int, num_chunks: int, ends: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
     """Layers of each chunk, as even as they can be with the layers that embedding and head stand for."""
     if num_chunks == 1:

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.architecture import Layer, Model, across, layer_kind, layer_kinds, of_layer
-from meshwise.model.weights import Weights, block_weights, frozen, head_weights, modulated, mtp_weights
+from meshwise.model.weights import block_weights, head_weights, modulated, mtp_weights
 from meshwise.program import additions, grid, tensor_1d, tensor_2d_cp
 from meshwise.program.cut import Cut
 from meshwise.program.diffusion import modulation, two_streams
@@ -103,12 +103,8 @@ def shared_gradients(model: Model, cut: Cut) -> list[list[Op]]:
 
     Of one block of each kind, then of the head with multi-token prediction.
     """
-
-    def of_block(kind: Layer) -> Weights:
-        return block_weights(model, kind, cut.lora_rank, cut.lora_targets)
-
-    ends = (*head_weights(model), *model.mtp_layers * mtp_weights(model))
-    predicts = model.mtp_layers * of_block(layer_kind(model, model.num_layers - 1))
-    head = (*(frozen(ends) if cut.lora_rank else ends), *predicts)
-    parts = (*map(of_block, layer_kinds(model)), head)
-    return [list(LAYOUTS[cut.layout].shared_gradients(weights, cut)) for weights in parts]
+    kinds, num = layer_kinds(model), model.mtp_layers
+    blocks = [block_weights(model, kind, cut.lora_rank, cut.lora_targets) for kind in kinds]
+    ends = () if cut.lora_rank else (*head_weights(model), *num * mtp_weights(model))
+    head = (*ends, *num * blocks[kinds.index(layer_kind(model, model.num_layers - 1))])
+    return [list(LAYOUTS[cut.layout].shared_gradients(weights, cut)) for weights in (*blocks, head)]

@@ -18,7 +18,7 @@ ZeRO 1, 2 and 3 are DeepSpeed's stages (arXiv 1910.02054) and Megatron-FSDP's `o
 under stages 0 and 1 it sums whole gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from meshwise.core.numbers import SINGLE, added, anywhere, larger, where
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage
+from meshwise.plan.stages import Stage, holds_table_twice
 from meshwise.program.cut import GRID_AXES, Cut
 from meshwise.program.op import Op, collective, precision
 
@@ -173,19 +173,7 @@ def exchanges(
         )  # fmt: skip
 
 
-def holds_table_twice(model: Model, stage: Stage, mesh: Mesh) -> Num:
-    """1 on the first and the last stage where each has a copy of the table of tokens, else 0.
-
-    A tied head reads it, or multi-token prediction, which embeds the next tokens (Megatron-Core:
-    `gpt_model.py`, `finalize_model_grads.py`); a stage that has both ends of the model needs no copy.
-    """
-    is_read = model.shares_table if mesh.trains else model.tied_embedding
-    return (stage.embeddings != stage.heads) * (mesh.pp > 1) * (1.0 * is_read)
-
-
-def shared_weights(
-    model: Model, shared: Sequence[Sequence[Op]], stage: Stage, mesh: Mesh, cut: Cut
-) -> Iterator[Op]:
+def shared_weights(model: Model, shared: list[list[Op]], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Op]:
     """Gradients of weights that several ranks of one replica hold, summed once a step.
 
     `shared`: what the tensor-parallel ranks exchange for each part (`block.shared_gradients`), in one
@@ -202,9 +190,9 @@ def shared_weights(
     replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
     found = [
         (count * op.payload_bytes, op)
-        for count, ops in zip((*stage.layers, stage.heads), shared, strict=False)
+        for count, ops in zip((*stage.layers, stage.heads), shared, strict=True)
         for op in ops
-        if op.axis not in replicated  # those are replicas, whose exchange is `exchanges`'
+        if mesh.trains and op.axis not in replicated  # those are replicas, whose exchange is `exchanges`'
     ]
     for each in grouped(found, lambda one: (one[1].name, one[1].axis)).values():
         payload = added(size for size, _ in each) * (grad_bytes(mesh) / cut.precision.act_bytes)

@@ -51,9 +51,9 @@ from meshwise.model.weights import (
 )
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
-from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
+from meshwise.plan.stages import Stage, chunks_of_rank, holds_table_twice, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.exchange import FSDP2, at_stage, exchange, holds_table_twice, num_reductions, replicas
+from meshwise.program.exchange import FSDP2, at_stage, exchange, num_reductions, replicas
 from meshwise.program.op import Op
 from meshwise.program.order import gathers
 from meshwise.program.tensor_1d import shards

@@ -94,8 +94,7 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     own = ("part", "tokens") if cut.sequence_parallel else ("part",)
     trained = [weight for weight in weights if weight.trains and not weight.is_expert]
     partial = [weight for weight in trained if weight.cut == WHOLE and weight.gradient in own]
-    of_heads = [weight for weight in trained if weight.units]
-    for name, together in (("shared_gradients", partial), ("shared_keys", of_heads)):
+    for name, together in (("shared_gradients", partial), ("shared_keys", [w for w in trained if w.units])):
         if not together:
             continue
         copies = cut.tp / shards(together[0], cut)

@@ -169,9 +169,8 @@ def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
         chosen: dict[str, Any] = {"mode": mode, "staleness": bound, "memory_frac": frac, "partial": partial}
         pools = _splits(asked, mode)
         most = max((gpus or asked.cluster.num_chips for gpus in pools), default=1)
-        layouts = [asked.rollout_plan] if asked.rollout_plan else None
-        largest = replace(asked.cluster, num_chips=most)
-        layouts = layouts or [*engine_layouts(asked.model, largest, asked.rollouts, frac)]
+        found = engine_layouts(asked.model, replace(asked.cluster, num_chips=most), asked.rollouts, frac)
+        layouts = [asked.rollout_plan] if asked.rollout_plan else [*found]
         layouts = layouts or [Plan(tp=size) for size in reversed(SIZES) if size <= most]
         for gpus in pools:
             for layout in layouts:
@@ -280,10 +279,10 @@ def _looked(asked: OpenJob) -> list[tuple[float, RlJob]]:
     if looks.refused and not found:
         raise looks.refused
     fits = [each for each in found if each[0] < math.inf]
-    return sorted(fits, key=itemgetter(0)) or sorted(found, key=lambda each: _needed_bytes(each[1]))
+    return sorted(fits, key=itemgetter(0)) or sorted(found, key=lambda each: _bytes(each[1]))
 
 
-def _needed_bytes(job: RlJob) -> float:
+def _bytes(job: RlJob) -> float:
     """Memory of the fullest GPU."""
     return max(RlStep(job, job.pool(), pass_bytes(job), TrainerTimes({}, 0.0, 0.0)).memory_bytes.values())
 
@@ -316,12 +315,7 @@ def best_split(asked: OpenJob) -> RlAnswer:
             HEARS.get()(f"{len(looked)} candidates looked at, {len(steps)} priced")
             steps.append(rl_step(job))
     best = sorted(
-        steps,
-        key=lambda of: (
-            not of.fits and _needed_bytes(of.job),
-            of.job.staleness > bound,
-            of.step_s or math.inf,
-        ),
+        steps, key=lambda of: (not of.fits and _bytes(of.job), of.job.staleness > bound, of.step_s or 0.0)
     )
     top = best[0].job
     splits = [

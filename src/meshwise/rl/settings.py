@@ -117,18 +117,15 @@ def _word(value: Any) -> str:
 
 def _not_expressed(job: RlJob, framework: str) -> list[str]:
     plan, lost = job.train_plan, []
-    known = TRAINED_KEYS[framework]
+    known, verl, is_fsdp2 = TRAINED_KEYS[framework], framework == "verl", bool(plan.done_by.parts)
     usual = Plan(implementation=plan.implementation, pp=plan.pp, vpp=plan.vpp if "vpp" in known else 1)
     keys = [key for key in KEYS if key not in known and getattr(plan, key) != getattr(usual, key)]
-    says_fp8 = framework == "nemo-rl" and plan.implementation == "megatron"
-    if plan.dtype != "bf16" and not (says_fp8 and plan.dtype == "fp8"):
-        keys.append("dtype")
+    keys += ["dtype"] * (plan.dtype != "bf16" and (plan.dtype != "fp8" or verl or is_fsdp2))
     lost += [f"{key}={KEYS[key].show(getattr(plan, key))}: no setting says it" for key in keys]
     engine = {key: getattr(job.rollout_plan, key) for key in KEYS if key not in ROLLOUT_KEYS}
     said = {**{key: getattr(Plan(), key) for key in engine}, "weight_dtype": "fp8", "dtype": "bf16"}
     stated = {key: value for key, value in engine.items() if value not in (None, said[key])}
     lost += [f"rollout {key}={KEYS[key].show(value)}: no setting says it" for key, value in stated.items()]
-    verl, is_fsdp2 = framework == "verl", not plan.done_by.parts
     return lost + told("untold of rl", job=job, of=job.rollouts, plan=plan, verl=verl, is_fsdp2=is_fsdp2)
 
 

@@ -141,9 +141,8 @@ class Setting:
         return self.again(function, *inputs) if module in self.redone_modules else function(*inputs)
 
     def again(
-        self, function: Callable[..., Any], *inputs: Tensor,
-        keeps: Callable[[], tuple[Any, Any]] = noop_context_fn,
-    ) -> Any:  # fmt: skip
+        self, function: Callable[..., Any], *inputs: Tensor, keeps: Callable[[], Any] = noop_context_fn
+    ) -> Any:
         """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then.
 
         Again are its ops up to the last that keeps a tensor where torch `stops_early`, but for those whose
@@ -151,8 +150,7 @@ class Setting:
         """
 
         def run(*args: Tensor) -> Any:
-            in_backward = private.current_graph_task_id() != -1
-            with self.recorder.phase("recompute") if in_backward else nullcontext():
+            with self.recorder.phase("recompute") if private.current_graph_task_id() != -1 else nullcontext():
                 return function(*args)
 
         with set_checkpoint_early_stop(self.stops_early):

@@ -178,10 +178,9 @@ class Trainer:
             redone = tuple(module for module in redone if module != "shared_experts")
         layers = number_of("recompute_layers", plan.recompute_layers) / plan.vpp
         return plain.Setting(
-            turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
-            redone_modules=redone, redone_layers=layers if plan.recompute == "full" else 0.0,
-            is_narrow=plan.dtype == "fp8", routes=way, heads=self.heads, lora_rank=plan.lora_rank,
-            stops_early=stops_early(plan),
+            turns=angles, own_places=own, recorder=context.recorder, attend=self._attend, heads=self.heads,
+            redone_modules=redone, redone_layers=layers if plan.recompute == "full" else 0.0, routes=way,
+            is_narrow=plan.dtype == "fp8", lora_rank=plan.lora_rank, stops_early=stops_early(plan),
         )  # fmt: skip
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
