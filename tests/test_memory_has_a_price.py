@@ -53,9 +53,7 @@ def test_the_last_stage_holds_the_table_that_multi_token_prediction_reads() -> N
 def test_norms_are_summed_over_tp_as_gradients_are_held() -> None:
     for dtype, width in (("fp32", 4), ("bf16", 2)):
         found = mw.estimate("llama3-8b", "h100-80g-sxm:16", f"tp=2,grad_dtype={dtype}", batch=16, seq=4096)
-        assert [*found.ledger.where(op="shared_norms", axis="tp")["payload_bytes"]] == [
-            65 * 4096 * elem_bytes
-        ]
+        assert [*found.ledger.where(op="shared_norms", axis="tp")["payload_bytes"]] == [65 * 4096 * width]
 
 
 def work(of: mw.Estimate) -> dict[str, float]:

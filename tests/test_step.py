@@ -147,7 +147,6 @@ def test_a_key_without_effect_is_told_and_has_none(key: str) -> None:
     stated, plain = (priced("qwen3-0.6b", plan, **job) for plan in (key, ""))
     assert f"without effect here: {key}" in stated.notes()
     assert (stated.time_s, stated.memory_bytes) == (plain.time_s, plain.memory_bytes)
-    assert not any(note.startswith("without effect") for note in plain.notes())
 
 
 # --- what must hold ----------------------------------------------------------------------------
