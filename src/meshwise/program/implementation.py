@@ -75,6 +75,15 @@ def loss_of(plan: Plan) -> Loss:
     return LOSSES[library][loss_fusion(plan)]
 
 
+def stops_early(plan: Plan) -> bool:
+    """Whether recomputation that is not compiled ends with the last tensor kept, as under the plan's software.
+
+    Products in fp8 are autograd Functions, which keep their operands when they are through: the last one
+    is run again.
+    """
+    return SOFTWARE[plan.software].stops_early and plan.dtype != "fp8"
+
+
 def shards_each_weight(cut: Cut) -> bool:
     """Whether weights are held and exchanged one by one, as FSDP2 does."""
     return IMPLEMENTATIONS[cut.implementation].shards_each_weight

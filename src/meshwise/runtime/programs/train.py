@@ -23,13 +23,13 @@ from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import estimate as price
 from meshwise.estimate.timing import overheads_of
 from meshwise.machine.hardware import Cluster, find_cluster
-from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, Plan, plan_keys
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
+from meshwise.program.implementation import stops_early
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import program_options
 from meshwise.runtime.torch_private import release
@@ -74,15 +74,6 @@ def the_plan(options: Any) -> Plan:
         told = f"{key}={KEYS[key].show(getattr(plan, key))}, which meshwise estimate prices"
         raise PlanError(f"the program train does not run {told}; {hint}")
     return plan
-
-
-def stops_early(plan: Plan) -> bool:
-    """Whether recomputation ends with the last tensor that is kept, as under the plan's software.
-
-    Products in fp8 are autograd Functions, which keep their operands when they are through: uncompiled, the
-    last one is run again.
-    """
-    return SOFTWARE[plan.software].stops_early and plan.dtype != "fp8"
 
 
 def the_model(options: Any) -> Model:

@@ -29,6 +29,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan, number_of
 from meshwise.plan.stages import V_SHAPED, chunks_of_rank
+from meshwise.program.implementation import stops_early
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.programs import decoder as plain
 from meshwise.runtime.programs.attention_kernels import Attend, RingAttend, own_places, wide_dtype
@@ -37,7 +38,6 @@ from meshwise.runtime.programs.functions import turned_width, turns
 from meshwise.runtime.programs.linear_layers import Adapted, cut_as
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, axis_of
-from meshwise.runtime.programs.train import stops_early
 from meshwise.runtime.recorder import own_part
 from meshwise.runtime.torch_private import fsdp_param
 
