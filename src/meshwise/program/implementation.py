@@ -76,7 +76,7 @@ def loss_of(plan: Plan) -> Loss:
 
 
 def stops_early(plan: Plan) -> bool:
-    """Whether recomputation that is not compiled ends with the last tensor kept, as under the plan's software.
+    """Whether recomputation that is not compiled ends with the last tensor kept, as the software has it.
 
     Products in fp8 are autograd Functions, which keep their operands when they are through: the last one
     is run again.
