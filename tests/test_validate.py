@@ -123,6 +123,11 @@ def test_prose_changes_nothing(tmp_path_factory: pytest.TempPathFactory, words: 
     assert changed == [restated(run, source="", where="") for run in read_runs(RUNS)[0]]
 
 
+def test_every_run_of_the_package_is_priced() -> None:
+    """With a change that its framework tries where it does not fit, if its model has what that is of."""
+    assert not [(row.id, row.reason) for row in mw.validate().rows if row.reason]
+
+
 def test_the_page_of_the_format_names_every_column() -> None:
     page = (DOCS / "data.md").read_text()
     assert not [name for name in (*Run.__struct_fields__[:-1], *PROSE) if f"`{name}`" not in page]

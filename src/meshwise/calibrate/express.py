@@ -297,7 +297,10 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         plan = replace(plan, recompute="selective", recompute_modules=_words(modules))
     elif run.recompute_kind == "full":
         plan = replace(plan, recompute="full", recompute_layers=run.recompute_layers)
+    lacks = {"mla_up_proj"} if model.mla is None else set()
+    lacks |= {"moe", "moe_act", "shared_experts"} if model.moe is None else set()
     changes = [plan_keys(text) for text in defaults.tried]
+    changes = [change for change in changes if lacks.isdisjoint(change.get("recompute_modules", ()))]
     return (plan, *(_changed(plan, change) for change in changes if _leaves_open(stated, plan, change)))
 
 
