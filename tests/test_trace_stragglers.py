@@ -190,6 +190,15 @@ def test_steps_are_no_shorter_than_those_of_the_optimizer(tmp_path):
     assert len(summary_of(tmp_path, [list(itertools.chain(*events))]).steps) == 4
 
 
+def test_the_last_step_of_a_short_section_is_as_long_as_its_work(tmp_path):
+    """A loader that takes 20 of 1,000 us, and then a kernel."""
+    loads = [host("user_annotation", "enumerate(DataLoader)", 1000 * n, 20) for n in range(4)]
+    runs = [one for n in range(4) for one in launched("gemm", 1000 * n + 30, 1000 * n + 40, 900, n + 1)]
+    steps = summary_of(tmp_path, [loads + runs]).steps
+    assert [one.breakdown.compute_s for one in steps] == pytest.approx([900e-6] * 4)
+    assert steps[-1].part == "whole"
+
+
 def test_steps_of_a_compiled_program_are_whole(tmp_path):
     """The section of its backward, longest in all, begins inside an operator; compiling is no compute."""
     names = [("cpu_op", "CompiledFunctionBackward", 0, 800), ("cpu_op", "aten::add_", 860, 30)]

@@ -15,7 +15,7 @@ import numpy as np
 from meshwise.core import refusals
 from meshwise.core.errors import PlanError
 from meshwise.core.expressions import formulas
-from meshwise.launch.facts import Facts, resharding, without_effect
+from meshwise.launch.facts import Facts, derive, resharding, without_effect
 from meshwise.launch.settings import ONE_CARD, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import ANY, Setting, covered, launch_tables, table_of
@@ -79,6 +79,12 @@ def says_model(framework: str, model: Model, seq: int) -> bool:
     if not framework.startswith("megatron"):
         return True
     return not unsaid(model) and not write_settings(framework, shape_of(model, seq))[1]
+
+
+def unsaid_keys(framework: str, keys: Facts, model: Model) -> list[str]:
+    """What a framework does not say of these keys of a plan, the others as usual; a sentence each."""
+    of_model: Facts = {"has_experts": model.moe is not None, "num_layers": model.num_layers}
+    return [*write_settings(framework, derive(DEFAULTS | keys | of_model))[1].values()]
 
 
 def refused(framework: str, model: Model, mesh: Mesh) -> Iterator[Any]:

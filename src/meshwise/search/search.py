@@ -23,7 +23,7 @@ from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.grid import NUMBER_KEYS, Grid, Refusals, grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
-from meshwise.launch.runs import refused, runs, says_model
+from meshwise.launch.runs import refused, runs, says_model, unsaid_keys
 from meshwise.launch.settings import SEARCHED, training_on
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import software_on
@@ -429,6 +429,8 @@ class _Space:
             resolve(self.model, plan, workload, self.cluster, **dict(zip(values, axes, strict=True)))
         except MeshwiseError as error:
             return str(error)
+        if self.to and (unsaid := unsaid_keys(self.to, first, self.model)):
+            return f"{self.to} does not say {unsaid[0]}"
         for_it = f" for {self.to}" if self.to else ""
         return (
             f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "

@@ -62,5 +62,5 @@ def _changes(before: _Spent, after: _Spent) -> list[StepChange]:
     rows = []
     for key in {**before, **after}:
         (before_s, num_before), (after_s, num_after) = (side.get(key, (0.0, 0.0)) for side in (before, after))
-        rows.append(StepChange(*key, before_s, after_s, num_before, num_after, after_s - before_s))
+        rows.append(StepChange(*key, before_s, after_s, num_before, num_after, round(after_s - before_s, 12)))
     return sorted(rows, key=lambda row: (-abs(row.change_s), row.name))

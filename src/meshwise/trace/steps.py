@@ -10,7 +10,8 @@ A step lasts from its mark to the next one, and on a device from the end of all 
 its mark. So steps follow each other without overlap, and whatever runs in one counts as its time. An event
 belongs to the step in which it was launched: a kernel to that of its launching call, an operator to that in
 which it begins; a copy or a gather that runs ahead of its step hides in the time of the one before. What was
-launched before the first mark (or before the profiler began) is in no step, -1.
+launched before the first mark (or before the profiler began) is in no step, -1. The last step of a section
+that stands in ends with the work of the trace.
 """
 
 import re
@@ -33,17 +34,16 @@ _NUMBERED = re.compile(r"^(.*?)[#_ .:-]*(\d*)$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marks:
-    """Where the steps of one rank begin, on its own clock, and their numbers; empty where none is marked."""
+    """Where the steps of one rank begin, on its own clock, and their numbers; empty where none is marked.
+
+    `bounds_ns`: where each step begins, and where the last one ends.
+    """
 
     name: str
     number: Ints
     start_ns: Ints
     end_ns: Ints
-
-    @property
-    def bounds_ns(self) -> Ints:
-        """Where each step begins, and where the last one ends."""
-        return np.append(self.start_ns, self.end_ns[-1:])
+    bounds_ns: Ints
 
     def step(self, time_ns: Ints) -> Ints:
         """The number of the step at each time, -1 before the first."""
@@ -73,7 +73,7 @@ def marks(traces: Traces) -> dict[int, Marks]:
     usable = {name for name, num in counts.items() if max(num) <= min(updates, default=max(num))}
     usable = names.intersection([PROFILER_STEP]) or usable
     if not usable:
-        return dict.fromkeys(found, Marks("", *[np.zeros(0, dtype=np.int64)] * 3))
+        return dict.fromkeys(found, Marks("", *[np.zeros(0, dtype=np.int64)] * 4))
     spent = {n: sum((one[n].end_ns - one[n].start_ns).sum() for one in found.values()) for n in usable}
     best = max(sorted(usable), key=spent.__getitem__)
     return {rank: one[best] for rank, one in found.items()}
@@ -83,6 +83,7 @@ def _sections(trace: Trace) -> dict[str, Marks]:
     """The sections of one rank by name (a number at its end left out) whose runs do not overlap."""
     by_name: dict[str, list[tuple[int, int]]] = {}
     outside = nearest(parents(trace), trace.kind == Kind.CPU_OP) < 0
+    done_ns = trace.end_ns[trace.where(Kind.CPU_OP, *DEVICE_KINDS)].max(initial=0)
     for i in np.flatnonzero((trace.kind == Kind.ANNOTATION) & outside).tolist():
         parts = _NUMBERED.match(trace.name(i))
         name, number = parts.groups() if parts else (trace.name(i), "")
@@ -94,7 +95,8 @@ def _sections(trace: Trace) -> dict[str, Marks]:
         if len(set(numbers.tolist())) < len(numbers) or (np.diff(numbers) < 0).any():
             numbers = np.arange(len(events))
         if (start[1:] >= end[:-1] - 1_000).all():  # times are rounded, of old traces to microseconds
-            found[name] = Marks(name, numbers, start, end)
+            last_ns = end[-1:] if name == PROFILER_STEP else np.maximum(end[-1:], done_ns)
+            found[name] = Marks(name, numbers, start, end, np.append(start, last_ns))
     return found
 
 
