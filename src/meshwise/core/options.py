@@ -92,9 +92,10 @@ class Option:
             return value / 1e3 if self.in_ms else value
         if not value.is_integer() or abs(value) > 1e15:  # beyond, float64 loses units
             raise WorkloadError(f"{typed}={text} must be a whole number, at most 1e15")
-        if self.bounds is not None and value not in self.bounds:
+        number = int(value)  # a range looks for a float one by one
+        if self.bounds is not None and number not in self.bounds:
             raise WorkloadError(f"{typed}={text} must be from {self.bounds[0]:,} to {self.bounds[-1]:,}")
-        return int(value)
+        return number
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
