@@ -46,6 +46,7 @@ def test_an_example_can_be_typed(name: str, line: str) -> None:
 def test_help_has_examples_and_errors_say_why(meshwise: Any, words: str, code: int, says: str) -> None:
     done = meshwise(*words.split())
     assert done.code == code and says in (done.err if code else done.out)
+    assert "Possible options: --help" not in done.err and "mean '--help'" not in done.err
 
 
 def test_version(meshwise: Any) -> None:

@@ -205,7 +205,7 @@ def _drop_output() -> None:
 def _sentence(error: Any) -> str:
     """What is wrong with the words of a command, what a missing one means, and where to read more."""
     text = " ".join(error.format_message().split()).removesuffix(".")
-    text = re.sub(r"Value error, | \(Possible options: --help\)", "", text)
+    text = re.sub(r"Value error, | \(Possible options: --help\)|\. Did you mean '--help'\?", "", text)
     meaning = getattr(getattr(error, "param", None), "help", None)
     if text.startswith("Missing") and meaning:
         text += f": {meaning.removesuffix('.')}"
