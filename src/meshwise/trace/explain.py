@@ -46,6 +46,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,14 +219,20 @@ def _pieces(row: Mapping[str, Any], model: Model, seen: Set[Look]) -> Iterable[t
     apart: then the matmuls of each are `seen`, and the fused one is not.
     """
     sizes = _numbers(row["shape"])
-    for layer, at in itertools.product(layer_kinds(model), range(len(sizes))):
-        weights = [one for one in block_weights(model, layer) if one.op == row["op"] and one.is_matrix]
-        shares = [one.shape[-1] / sum(each.shape[-1] for each in weights) for one in weights]
+    for widths, at in itertools.product(_widths(model, row["op"]), range(len(sizes))):
+        shares = [width / sum(widths) for width in widths]
         each = [[size * share if i == at else size for i, size in enumerate(sizes)] for share in shares]
         shapes = [*map(shape_text, each)]
         if len(shapes) > 1 and _sizes(row["shape"]) not in seen and seen >= {*map(_sizes, shapes)}:
             return zip(shapes, shares, strict=True)
     return [(row["shape"], 1.0)]
+
+
+@cache
+def _widths(model: Model, op: str) -> list[list[int]]:
+    """Of each kind of block, how wide the matrices of an op are."""
+    of_kinds = (block_weights(model, layer) for layer in layer_kinds(model))
+    return [[one.shape[-1] for one in of if one.op == op and one.is_matrix] for of in of_kinds]
 
 
 def _looks_of_op(row: Mapping[str, Any]) -> Looks:
