@@ -24,15 +24,8 @@ from meshwise.core.columns import distinct_columns
 from meshwise.core.numbers import added, larger
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, in_flight_microbatches, weight_copies
-from meshwise.estimate.fsdp2_peak import (
-    MICROBATCHES,
-    Chunk,
-    LivePart,
-    PipelineRank,
-    UnitBytes,
-    peak_without_pipeline,
-    shortened,
-)
+from meshwise.estimate import fsdp2_peak
+from meshwise.estimate.fsdp2_peak import Chunk, LivePart, UnitBytes
 from meshwise.estimate.memory import MAX_GATHERED_BLOCKS, Memory
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
@@ -153,7 +146,7 @@ def _step_bytes(of: PricedModel, stage: Stage, held: Sequence[fsdp2.Unit], wante
     redone = np.where(mesh.recompute == _FULL, redone, 0.0)
     *keys, schedule, num_microbatches = np.broadcast_arrays(
         np.where(in_pipeline, _LAYOUTS[np.asarray(mesh.schedule, dtype=np.intp)], 0), mesh.pp, mesh.vpp,
-        stage.index, np.where(in_pipeline, 0, np.minimum(mesh.num_microbatches, MICROBATCHES)),
+        stage.index, np.where(in_pipeline, 0, np.minimum(mesh.num_microbatches, fsdp2_peak.MICROBATCHES)),
         np.where(in_pipeline, 0, mesh.zero), redone,
         mesh.offload_activations, mesh.schedule, mesh.num_microbatches,
     )  # fmt: skip
@@ -244,7 +237,7 @@ def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np
     if way.pp == 1:
         chunk = _chunk(model, way, sizes, range(model.num_layers), adapts, has_embedding=True, has_head=True)
         kept = chunk.kept + np.maximum(chunk.in_piece, chunk.brought_back)
-        return peak_without_pipeline(chunk, way.rounds, way.zero), kept
+        return fsdp2_peak.peak_without_pipeline(chunk, way.rounds, way.zero), kept
     schedule = SCHEDULES[way.layout]
     passing = orders[1] / (2.0 if schedule == "dualpipe" else 1.0)
     alike: dict[Any, Chunk] = {}
@@ -259,7 +252,7 @@ def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np
             received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
             alike[key] = chunk._replace(size=size, received=received)
         found.append(alike[key])
-    rank = PipelineRank(found, orders.shape[1])
+    rank = fsdp2_peak.PipelineRank(found, orders.shape[1])
     most, kept = np.empty((2, orders.shape[1]))
     first, which = distinct_columns(orders)
     of_moments: dict[Moments, list[int]] = {}
@@ -289,7 +282,7 @@ def _chunk(
     top = parts[-1:] if adapts or not has_head else []
     let_go = added(np.minimum(layer.loose, layer.kept) for layer in top) + has_head * sizes.loose[-1]
     # In a pipeline nothing is given back before the end: the top layer of a run has the most below it.
-    parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1)
+    parts = fsdp2_peak.shortened(parts, 2, 2) if way.pp == 1 else fsdp2_peak.shortened(parts, 0, 1)
     if has_embedding:
         ends = (sizes.ends[2 if is_tied else 0],)
         parts.insert(0, _layer(sizes, 0, ends)._replace(table=sizes.table, shared=shared))

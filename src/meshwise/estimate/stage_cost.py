@@ -18,20 +18,9 @@ from meshwise.estimate.priced_part import PhaseTimes
 from meshwise.estimate.timing import Machine
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
-from meshwise.program import fsdp2
+from meshwise.program import exchange, fsdp2
 from meshwise.program.block import shared_gradients
-from meshwise.program.exchange import (
-    STAGES,
-    Held,
-    at_stage,
-    exchanges,
-    grad_bytes,
-    num_reductions,
-    occurs,
-    shared_weights,
-    sums_on_host,
-    weight_bytes,
-)
+from meshwise.program.exchange import STAGES, Held, at_stage, exchanges, grad_bytes, weight_bytes
 from meshwise.program.implementation import shards_each_weight
 from meshwise.program.op import Op
 
@@ -175,12 +164,13 @@ def _exchanged(
         of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
-        reductions = num_reductions(at_stage(STAGES.sums, mesh.zero), mesh.num_microbatches)
+        reductions = exchange.num_reductions(at_stage(STAGES.sums, mesh.zero), mesh.num_microbatches)
         buckets, of_block = overheads.bucket_params(mesh.replicas), overheads.messages_per_block
         of_replicas = exchanges(held, stage, mesh, bucket_params=buckets, messages_per_block=of_block)
-        of_one = shared_weights(model, shared_gradients(model, cut), stage, mesh, cut)
+        of_one = exchange.shared_weights(model, shared_gradients(model, cut), stage, mesh, cut)
     found, own = (
-        [(one, _exchange_s(one, machine)) for one in some if occurs(one)] for some in (of_replicas, of_one)
+        [(one, _exchange_s(one, machine)) for one in some if exchange.occurs(one)]
+        for some in (of_replicas, of_one)
     )
     own_s = added(seconds for _, seconds in own)
     summed_s = added(s for one, s in found if one.collective == "all_reduce") * overheads.sums_exposed
@@ -261,6 +251,6 @@ def _optimizer_s(of: PricedModel, held: tuple[Held, Held], share: Num, memory: M
         on_chip = on_chip + larger(matmuls_s, machine.sustained_s(flop, "bf16"))
     both_ways = np.maximum if mesh.plan.optimizer_in_bwd else operator.add
     # the others went with their reduction
-    grads = (mesh.offload_optimizer - sums_on_host(mesh)) * grad_bytes(mesh)
+    grads = (mesh.offload_optimizer - exchange.sums_on_host(mesh)) * grad_bytes(mesh)
     moved = both_ways(grads, mesh.offload_optimizer * weight_bytes(mesh))
     return on_chip + params * moved / machine.host_bytes_per_s

@@ -20,37 +20,16 @@ from numpy.typing import NDArray
 
 from meshwise.core.numbers import SINGLE, where
 from meshwise.core.units import Num
+from meshwise.cost import collective
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
-from meshwise.cost.collective import (
-    NO_CHOICES,
-    ONE_RUN,
-    Choices,
-    Line,
-    Runs,
-    carried_out,
-    collective_lines,
-    domains,
-    fastest_s,
-    members,
-    peer_all_reduce_s,
-)
+from meshwise.cost.collective import NO_CHOICES, ONE_RUN, Choices, Line, Runs, collective_lines, fastest_s
 from meshwise.cost.dispatch import deepep_copies, dispatch_s, launch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
+from meshwise.machine import hardware
 from meshwise.machine.efficiency import IDEAL, LARGE_CORES, Efficiency, ExpertsEfficiency, constants
-from meshwise.machine.hardware import (
-    Chip,
-    Cluster,
-    Level,
-    MeasuredCollective,
-    Rates,
-    ReduceScatter,
-    host_bytes_per_s,
-    num_cores,
-    rates,
-    sliced,
-)
+from meshwise.machine.hardware import Chip, Cluster, Level, MeasuredCollective, Rates, ReduceScatter
 from meshwise.machine.overheads import NONE, Overheads, Tables, find_overheads, serving_overheads
 from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.plan.mesh import SERVING
@@ -152,7 +131,7 @@ class Machine:
 
 def is_measured(known: MeasuredCollective, kind: str, ranks: Num, stride: Num, runs: Runs = ONE_RUN) -> Any:
     """Whether `known` is of that kind among so many ranks, as many of them on one host."""
-    inside = members(ranks, stride, known.host_ranks, runs)
+    inside = collective.members(ranks, stride, known.host_ranks, runs)
     return (known.kind == kind) & (np.equal(ranks, known.ranks)) & (np.equal(inside, known.ranks_inside))
 
 
@@ -183,7 +162,7 @@ def _thawed(frozen: Any) -> Num:
 @lru_cache(maxsize=4096)
 def _leaves_node(machine: Machine, ranks: Any, stride: Any) -> Num:
     node = [link for level, link in enumerate(machine.base.links) if link.box or not level][-1]
-    return (domains(_thawed(ranks), _thawed(stride), node)[1] > 1.0) * 1.0
+    return (collective.domains(_thawed(ranks), _thawed(stride), node)[1] > 1.0) * 1.0
 
 
 @lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
@@ -195,7 +174,7 @@ def _lines(machine: Machine, kind: Any, placed: tuple[Any, ...], choices: Choice
         for link, frac in zip(base.links, fracs, strict=True)
     )
     ranks, stride, *runs = map(_thawed, placed)
-    kind, twice = carried_out(kind, ranks, by_gloo=machine.reduce_scatter == "all_reduce")
+    kind, twice = collective.carried_out(kind, ranks, by_gloo=machine.reduce_scatter == "all_reduce")
     efficiency = machine.efficiency
     lines = collective_lines(kind, ranks, stride, links, efficiency, choices=choices, runs=Runs(*runs))
     return [replace(line, s_per_byte=line.s_per_byte * (1.0 + twice)) for line in lines]
@@ -211,7 +190,7 @@ def machine(
     collective fill one by one (0: it is of one group).
     """
     overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
-    placed = sliced(cluster.levels, cluster.num_chips), job, cluster.reduce_scatter
+    placed = hardware.sliced(cluster.levels, cluster.num_chips), job, cluster.reduce_scatter
     return _machine(cluster.chip, *placed, dtype, ideal, overheads, cluster.collectives)
 
 
@@ -245,7 +224,7 @@ def _machine(
     chip: Chip, levels: tuple[Level, ...], job: int, reduce_scatter: ReduceScatter, dtype: str,
     ideal: bool, overheads: Overheads, collectives: tuple[MeasuredCollective, ...],
 ) -> Machine:  # fmt: skip
-    dtypes, base = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}, rates(chip, levels, dtype)
+    dtypes, base = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}, hardware.rates(chip, levels, dtype)
     return Machine(
         base=replace(base, links=tuple(link.of_job(job) for link in base.links)),
         reached_frac=(
@@ -253,12 +232,12 @@ def _machine(
             *(overheads.reached_frac(level.name, level.bytes_per_s) for level in levels[1:]),
         ),
         reduce_scatter=reduce_scatter,
-        by_dtype={name: rates(chip, levels, name) for name in dtypes},
+        by_dtype={name: hardware.rates(chip, levels, name) for name in dtypes},
         efficiency=IDEAL if ideal else constants(chip, levels),
-        num_cores=float(num_cores(chip)),
+        num_cores=float(hardware.num_cores(chip)),
         overheads=overheads,
         power_watts=chip.power_watts,
-        host_bytes_per_s=host_bytes_per_s(chip) or np.inf,
+        host_bytes_per_s=hardware.host_bytes_per_s(chip) or np.inf,
         op_host_s=0.0 if ideal else chip.op_host_s,
         collectives=() if ideal else collectives,
     )
@@ -477,7 +456,7 @@ def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: St
     """
     base, link, group = machine.base, machine.base.links[0], (payload_bytes, ranks, stride)
     library_s = fastest_s(machine.collective_lines("all_reduce", ranks, stride), payload_bytes)
-    peer_s = peer_all_reduce_s(
+    peer_s = collective.peer_all_reduce_s(
         payload_bytes, ranks, memory_bytes_per_s=base.memory_bytes_per_s, link_bytes_per_s=link.among(ranks),
         coded=op.library == "peer-coded", efficiency=machine.efficiency.peer,
     )  # fmt: skip

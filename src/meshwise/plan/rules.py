@@ -16,26 +16,10 @@ from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, in_sequence, layer_kinds
 from meshwise.model.weights import block_weights
+from meshwise.plan import plan as keys
 from meshwise.plan.layouts import layout_rules, parts_beyond
 from meshwise.plan.mesh import Mesh, mesh_of
-from meshwise.plan.plan import (
-    DEFAULTS,
-    ENGINE_KEYS,
-    FSDP2_VALUES,
-    KEYS,
-    PROMPT_KEYS,
-    RECOMPUTE,
-    TRAINING_KEYS,
-    WEIGHT_KEYS,
-    Plan,
-    Rule,
-    number_of,
-    number_rules,
-    numbers_of,
-    refuse,
-    rules_of,
-    world_rules,
-)
+from meshwise.plan.plan import KEYS, RECOMPUTE, WEIGHT_KEYS, Plan, Rule, number_of, refuse, rules_of
 from meshwise.plan.workload import Workload
 
 _IN_ROUNDS = tuple(map(SCHEDULES.index, ("interleaved", "zb-h1")))
@@ -52,7 +36,7 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster, **fr
         PlanError: The degrees do not divide the world, the model, or each other.
         WorkloadError: The batch does not divide into microbatches of the data-parallel ranks.
     """
-    sizes = numbers_of(plan)
+    sizes = keys.numbers_of(plan)
     if plan.layout != "1d":
         refuse(layout_rules(model, plan, workload.seq), {"plan": plan})
     mesh = mesh_of(plan, workload, cluster.num_chips, sizes)
@@ -77,14 +61,14 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     `sizes`: the numbers as the plan states them. Those of layouts of several dimensions: `layout_rules`.
     """
     yield from _kind_rules(model, mesh, sizes)
-    yield from number_rules(mesh.plan, sizes)
+    yield from keys.number_rules(mesh.plan, sizes)
     plan, names = mesh.plan, {"mesh": mesh, "plan": mesh.plan, "model": model}
     if plan.layout == "1d":
         is_headless, tokens = not (model.vocab and model.lm_head), mesh.seq // mesh.cp
         yield from rules_of("blocks", **names, is_headless=is_headless, tokens=tokens)
     else:
         yield from rules_of("layout of a mesh", plan=plan, sizes=sizes)
-    yield from world_rules(mesh.world, sizes)
+    yield from keys.world_rules(mesh.world, sizes)
     of_batch = {"batch": mesh.batch, "microbatch": mesh.microbatch, "least": mesh.dp * mesh.microbatch}
     yield from rules_of("batch of a plan", WorkloadError, **of_batch)
     if model.moe is None:
@@ -106,12 +90,12 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
 
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    unknown: tuple[str, ...] = WEIGHT_KEYS if mesh.trains else (*TRAINING_KEYS, *WEIGHT_KEYS)
+    unknown: tuple[str, ...] = WEIGHT_KEYS if mesh.trains else (*keys.TRAINING_KEYS, *WEIGHT_KEYS)
     if mesh.serves:
-        known = ENGINE_KEYS + (PROMPT_KEYS if mesh.kind == "prefill" else ())
+        known = keys.ENGINE_KEYS + (keys.PROMPT_KEYS if mesh.kind == "prefill" else ())
         unknown = tuple(key for key in KEYS if key not in known)
     for key in (key for key in unknown if (mesh.kind, key) != ("sampling", "weight_dtype")):
-        default, value = DEFAULTS[key], getattr(mesh.plan, key)
+        default, value = keys.DEFAULTS[key], getattr(mesh.plan, key)
         is_stated = sizes[key] != number_of(key, default) if key in sizes else value != default
         shown = KEYS[key].show(value) if value != default else ""
         yield from rules_of("key without meaning", is_stated=is_stated, key=key, value=shown)
@@ -151,7 +135,7 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
 def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """What PyTorch's own parts cannot do, or `meshwise train` does not do with them."""
     yield from rules_of("fsdp2 work", mesh=mesh)
-    for key, built in FSDP2_VALUES.items():
+    for key, built in keys.FSDP2_VALUES.items():
         yield from _only(mesh, sizes, key, built)
     plan, layers, num = mesh.plan, sizes["recompute_layers"], mesh.num_microbatches
     shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)

@@ -34,19 +34,9 @@ from typing import Any
 from msgspec import structs
 
 from meshwise.model.architecture import Distances, Model, PerLayer, Side, Streams
+from meshwise.program import op as ops
 from meshwise.program.cut import Cut
-from meshwise.program.op import (
-    Op,
-    Stated,
-    Tensor,
-    changed,
-    elementwise,
-    kernel,
-    linear,
-    made,
-    precision,
-    product,
-)
+from meshwise.program.op import Op, Stated, Tensor, elementwise, kernel, linear, made, precision, product
 from meshwise.program.tensor_1d import ATTENTION, look_up, norm, plain_linear
 
 PER_LAYER, STREAMS = "per_layer", "streams"
@@ -93,7 +83,7 @@ def look_up_per_layer(model: Model, own: PerLayer, cut: Cut, x: Tensor) -> State
     module, prec, rows = "embedding", cut.precision, cut.split_tokens
     width = float(model.num_layers * own.width)
     found = look_up(module, "layer_tokens", width, cut)  # by numbers that the first one keeps
-    yield from changed(found, lambda op: structs.replace(op, reads=(), makes=(), keeps=()))
+    yield from ops.changed(found, lambda op: structs.replace(op, reads=(), makes=(), keeps=()))
     (y,) = yield from plain_linear(module, "layer_proj", x, {"layer_proj": width}, cut)
     shape = rows * model.num_layers, float(own.width)
     yield from elementwise(module, "layer_norm", model.norm, y, prec, shape=shape)

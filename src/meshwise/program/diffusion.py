@@ -13,19 +13,11 @@ from dataclasses import replace
 from meshwise.core.units import Num
 from meshwise.model.architecture import Diffusion, Layer, Model
 from meshwise.model.weights import embedded, modulated, refiner_layers
+from meshwise.program import tensor_1d
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, Tensor, elementwise, linear, made
-from meshwise.program.tensor_1d import (
-    ATTENTION,
-    column_linear,
-    feed_forward,
-    leave,
-    norm,
-    on_heads,
-    plain_linear,
-    row_linear,
-)
+from meshwise.program.tensor_1d import ATTENTION, column_linear, leave, norm, on_heads, row_linear
 
 EMBEDDING = "embedding"
 
@@ -38,7 +30,7 @@ def modulation(model: Model, of: Diffusion, cut: Cut, module: str, vectors: int)
         yield from elementwise(module, "modulation", "residual", given, prec, shape=(cut.microbatch, width))
         return
     acted = yield from elementwise(module, "modulation_act", "silu", given, prec)
-    yield from plain_linear(module, "modulation", acted, {"modulation": width}, cut)
+    yield from tensor_1d.plain_linear(module, "modulation", acted, {"modulation": width}, cut)
 
 
 def two_streams(model: Model, diffusion: Diffusion, cut: Cut, layer: Layer, x: Tensor) -> Stated:
@@ -72,7 +64,7 @@ def two_streams(model: Model, diffusion: Diffusion, cut: Cut, layer: Layer, x: T
         out = yield from row_linear(stream, "out_proj", "o", mine, model.hidden, own, bias=model.out_bias)
         y = yield from leave(model, own, stream, 1, out, streams[stream])
         normed = yield from norm(model, own, stream, "norm2", y)
-        out = yield from feed_forward(model, own, stream, model.ffn_hidden, normed)
+        out = yield from tensor_1d.feed_forward(model, own, stream, model.ffn_hidden, normed)
         x = yield from leave(model, own, stream, 2, out, y)
     return x
 

@@ -37,18 +37,9 @@ from meshwise.core.numbers import added
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import SOFTWARE
+from meshwise.model import weights as model_weights
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
-from meshwise.model.weights import (
-    COLUMNS,
-    WHOLE,
-    Weight,
-    Weights,
-    block_weights,
-    embedding_weights,
-    frozen,
-    head_weights,
-    mtp_weights,
-)
+from meshwise.model.weights import Weight, Weights, embedding_weights, frozen
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, holds_table_twice, num_on_host
@@ -142,7 +133,7 @@ class Unit:
         """Each weight as a tensor-parallel rank has it: the dim that is cut, and the size of the others."""
         for weight in self.weights:
             rows: Num = float(weight.shape[1 if weight.is_expert else 0 if weight.op in TABLES else -1])
-            if weight.op in TABLES or weight.cut == COLUMNS:
+            if weight.op in TABLES or weight.cut == model_weights.COLUMNS:
                 rows = rows / (1.0 if weight.is_expert else shards(weight, cut))
             elif weight.is_expert:
                 rows = rows / cut.etp
@@ -152,7 +143,7 @@ class Unit:
 def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     """The units of a rank of `stage`; under DualPipe those of both ways."""
     lora_rank, trains = mesh.plan.lora_rank, mesh.trains
-    of_ends = (embedding_weights(model), head_weights(model), mtp_weights(model))
+    of_ends = (embedding_weights(model), model_weights.head_weights(model), model_weights.mtp_weights(model))
     embedding, head, join = map(frozen, of_ends) if lora_rank or not trains else of_ends
     table = tuple(weight for weight in embedding if weight.op == "tokens")
     alone = (mesh.pp == 1) * 1.0
@@ -173,7 +164,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     for kind, count, in_forward in blocks:
         in_backward = trains * count * mesh.num_microbatches * alone * at_stage(FSDP2.weights, mesh.zero)
         for is_expert in (False, True):
-            of_block = block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
+            of_block = model_weights.block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
             weights = weights if trains else frozen(weights)
             if weights or not is_expert:
@@ -272,7 +263,7 @@ def shared_weights(model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh,
     for unit in held:
         for weight in unit.weights:
             is_part = weight.gradient == "part" or (weight.gradient == "tokens" and cut.sequence_parallel)
-            if weight.cut == WHOLE and is_part and weight.trains and not weight.is_expert:
+            if weight.cut == model_weights.WHOLE and is_part and weight.trains and not weight.is_expert:
                 payload = weight.size * (narrow + is_wide * (wide - narrow))
                 yield exchange(
                     "shared_weights", "backward", "all_reduce", payload, mesh.tp, "tp",

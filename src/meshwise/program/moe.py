@@ -27,20 +27,9 @@ from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
 from meshwise.plan.implementation import IMPLEMENTATIONS
+from meshwise.program import op as ops
 from meshwise.program.cut import Cut
-from meshwise.program.op import (
-    Op,
-    Stated,
-    Tensor,
-    collective,
-    elementwise,
-    exchanged,
-    kernel,
-    linear,
-    linears,
-    made,
-    precision,
-)
+from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, exchanged, made, precision
 from meshwise.program.tensor_1d import dequantized, feed_forward, leave, norm, plain_linear
 
 MODULE = "moe"
@@ -58,14 +47,14 @@ def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
         routed = yield from elementwise(MODULE, "router_scale", "layer_scale", routed, cut.precision)
     # The router runs in fp32; its input is the norm's output, which it keeps.
     wide = precision(cut.precision.stat_dtype)
-    scores = yield from linear(
+    scores = yield from ops.linear(
         MODULE, "router", routed, float(moe.num_experts + moe.zero_experts), precision("bf16"),
         bias=moe.router_bias,
         frozen=cut.lora_rank > 0,
     )  # fmt: skip
     if moe.balance_bias:
         width = float(moe.num_experts)
-        yield kernel(MODULE, "balance_bias", "residual", tokens, width, wide, phase="forward")
+        yield ops.kernel(MODULE, "balance_bias", "residual", tokens, width, wide, phase="forward")
     yield from elementwise(MODULE, "router_softmax", "softmax", scores, wide)
     if moe.own_norms:
         gates = made(MODULE, "gates", (tokens, float(moe.top_k)), wide.dtype)
@@ -134,7 +123,7 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
         if cut.lora_rank:
             d_out = sum(one.shape[-1] for one in results)
             yield from dequantized(MODULE, name, local_experts * x.shape[-1] * d_out, cut)
-        for op in linears(
+        for op in ops.linears(
             MODULE, name, x, results, prec, bias=model.linear_bias, grouped=True, frozen=cut.lora_rank > 0
         ):
             is_ragged = op.kind == "matmul" and not moe.capacity_factor
