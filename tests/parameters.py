@@ -2,15 +2,9 @@
 
 from dataclasses import dataclass
 
+from meshwise.model import weights
 from meshwise.model.architecture import Layer, Model, layer_kind
-from meshwise.model.weights import (
-    Weights,
-    block_weights,
-    embedding_weights,
-    head_weights,
-    mtp_weights,
-    num_weights,
-)
+from meshwise.model.weights import Weights, num_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +31,18 @@ class Params:
 
 def params(model: Model) -> Params:
     """The parameters of `model`, part by part."""
-    dense = block_weights(model, Layer())
-    experts = block_weights(model, Layer(moe=True)) if model.moe else ()
+    dense = weights.block_weights(model, Layer())
+    experts = weights.block_weights(model, Layer(moe=True)) if model.moe else ()
 
     def count(weights: Weights, module: str, *names: str) -> int:
         return num_weights(w for w in weights if w.module == module and (not names or w.op in names))
 
     norms = num_weights(w for w in dense if w.op.removeprefix("post_") in ("norm1", "norm2"))
     gate = count(experts, "shared_expert", "gate")
-    positions = count(embedding_weights(model), "embedding", "positions")
-    final_norm = count(head_weights(model), "head", "final_norm")
+    positions = count(weights.embedding_weights(model), "embedding", "positions")
+    final_norm = count(weights.head_weights(model), "head", "final_norm")
     return Params(
-        embedding=num_weights(embedding_weights(model)) - positions,
+        embedding=num_weights(weights.embedding_weights(model)) - positions,
         positions=positions,
         attention=count(dense, "attention") - count(dense, "attention", "norm1", "post_norm1"),
         dense_mlp=count(dense, "mlp", "fc1", "fc2"),
@@ -57,11 +51,11 @@ def params(model: Model) -> Params:
         shared_expert=count(experts, "shared_expert") - gate,
         norms_per_layer=norms,
         final_norm=final_norm,
-        head=num_weights(head_weights(model)) - final_norm,
+        head=num_weights(weights.head_weights(model)) - final_norm,
     )
 
 
 def num_mtp_params(model: Model) -> int:
     """Parameters of the modules of multi-token prediction, the shared embedding and head apart."""
-    block = block_weights(model, layer_kind(model, model.num_layers - 1))
-    return model.mtp_layers * (num_weights(mtp_weights(model)) + num_weights(block))
+    block = weights.block_weights(model, layer_kind(model, model.num_layers - 1))
+    return model.mtp_layers * (num_weights(weights.mtp_weights(model)) + num_weights(block))

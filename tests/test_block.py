@@ -91,11 +91,8 @@ def test_fused_attention_skips_the_masked_half_and_computes_scores_twice() -> No
 
 def axis_bytes(ops: list[Op], phase: str) -> dict[str, float]:
     wanted = [op for op in ops if op.kind == "collective" and op.phase == phase and op.axis == "tp"]
-    return {kind: sum(op.payload_bytes for op in wanted if op.collective == kind) for kind in _kinds(wanted)}
-
-
-def _kinds(ops: list[Op]) -> set[str]:
-    return {op.collective for op in ops}
+    kinds = {op.collective for op in wanted}
+    return {kind: sum(op.payload_bytes for op in wanted if op.collective == kind) for kind in kinds}
 
 
 @pytest.mark.parametrize(("dtype", "gathered_bytes"), [("bf16", 2.0), ("fp8", 1.0), ("fp4", 0.5)])

@@ -49,10 +49,6 @@ def test_help_has_examples_and_errors_say_why(meshwise: Any, words: str, code: i
     assert "Possible options: --help" not in done.err and "mean '--help'" not in done.err
 
 
-def test_version(meshwise: Any) -> None:
-    assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
-
-
 @pytest.mark.parametrize(("words", "completed"), table("tables")["cli"]["completed"])
 def test_a_shell_completes(words: str, completed: str) -> None:
     shell = {"_MESHWISE_COMPLETE": "complete_bash", "COMP_WORDS": f"meshwise {words}"}
@@ -62,7 +58,8 @@ def test_a_shell_completes(words: str, completed: str) -> None:
     assert done.stdout.split() == [completed]
 
 
-def test_every_file_names_the_same_version() -> None:
+def test_every_file_and_the_command_name_the_same_version(meshwise: Any) -> None:
+    assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
     assert f"version: {mw.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {mw.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -1,7 +1,5 @@
 """Evaluation over ranks: the loss does not depend on how the model is spread."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +28,14 @@ TINY = (
 BASE = Options(override=TINY, max_blocks=7, dtype="fp32")
 
 
-@contextmanager
-def world_of_one() -> Iterator[RankPlace]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        yield RankPlace(0, 1, 0)
-    finally:
-        dist.destroy_process_group()
-
-
 def alone(options: Options) -> Outcome:
     """The evaluation on one rank, in this process."""
     check(options, 1)
-    with world_of_one() as place:
-        return run_bare(place, "eval-lm", options)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        return run_bare(RankPlace(0, 1, 0), "eval-lm", options)
+    finally:
+        dist.destroy_process_group()
 
 
 def together(pool: Ranks, options: Options) -> list[Outcome]:

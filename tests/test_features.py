@@ -8,24 +8,17 @@ import pytest
 
 from data_tables import CONFIGS
 from meshwise.cost.op import attended_pairs
+from meshwise.model import architecture
 from meshwise.model.architecture import (
-    Distances,
     Encoder,
-    Frames,
-    InputSizing,
     Layer,
     LowRank,
     Model,
     PerLayer,
-    Projector,
     Recurrence,
-    Side,
     Sparse,
     Streams,
-    Tower,
-    checked_model,
     layer_kind,
-    layer_kinds,
 )
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import read_config
@@ -70,13 +63,13 @@ def _said(op: Op) -> tuple[Any, ...]:
 
 
 SHORT = {"num_layers": 4}
-TOWER = Tower(
-    name="vision", encoder=VIT_B, sizing=InputSizing(kind="fixed"), num_tokens=64,
-    projectors=(Projector(linears=((768, 4096),)),),
+TOWER = architecture.Tower(
+    name="vision", encoder=VIT_B, sizing=architecture.InputSizing(kind="fixed"), num_tokens=64,
+    projectors=(architecture.Projector(linears=((768, 4096),)),),
 )  # fmt: skip
 WAN, FLUX = (find_model(name) for name in ("wan2.1-1.3b", "flux"))
-SOUND = replace(VIT_B, patches=None, frames=Frames(number=64, channels=80))
-TABLE = Distances(rows=512, num_scores=2, norm=True, shared=True)
+SOUND = replace(VIT_B, patches=None, frames=architecture.Frames(number=64, channels=80))
+TABLE = architecture.Distances(rows=512, num_scores=2, norm=True, shared=True)
 ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value of each of these fields
     (
         LLAMA,
@@ -94,7 +87,7 @@ ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value 
             **{"per_layer": PerLayer(rows=1000, width=64), "streams": Streams(number=4, laurel_rank=64)},
             **{"keys": "values", "v_head_dim": 64, "sparse": Sparse(heads=4, head_dim=32, top_k=64)},
             **{"low_rank": LowRank(query=512, out=256, groups=8)},
-            **{"sides": (Side(module="head", name="score", d_in=4096, d_out=4),)},
+            **{"sides": (architecture.Side(module="head", name="score", d_in=4096, d_out=4),)},
             "towers": (TOWER,),
         },
     ),
@@ -115,7 +108,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
     "mla": (DEEPSEEK, {"mla": None}),
     "diffusion": (WAN, {"diffusion": replace(WAN.diffusion, text="")}),  # type: ignore[type-var]
-    "frames": (SOUND, {"frames": Frames(number=64, channels=128)}),
+    "frames": (SOUND, {"frames": architecture.Frames(number=64, channels=128)}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }
@@ -172,7 +165,7 @@ def test_every_field_is_changed_or_descriptive() -> None:
 def test_a_field_changes_the_ops(field: str) -> None:
     model, changes = CHANGES[field]
     model = replace(model, **SHORT)
-    changed = checked_model(replace(model, **changes), field)
+    changed = architecture.checked_model(replace(model, **changes), field)
     assert price(changed) != price(model)
 
 
@@ -190,7 +183,7 @@ def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
         changed["max_seq"] = changed[part].num_tokens
     if part == "diffusion" and model.patches:
         changed["max_seq"] = model.patches.num_tokens + changed[part].joint_tokens
-    assert price(checked_model(replace(model, **changed), field)) != price(model)
+    assert price(architecture.checked_model(replace(model, **changed), field)) != price(model)
 
 
 def test_compressed_keys_are_few() -> None:
@@ -212,7 +205,7 @@ def test_compressed_keys_are_few() -> None:
 
 def test_windows_are_those_of_the_layers() -> None:
     """gpt-oss: every other layer looks back on 128 tokens, the others on all; none on the mean of both."""
-    near, far = layer_kinds(GPT_OSS)
+    near, far = architecture.layer_kinds(GPT_OSS)
     cut = Cut(microbatch=1.0, seq=4096.0)
     pairs = {
         layer: next(op for op in block(GPT_OSS, cut, layer) if op.name == "flash").cost.flop

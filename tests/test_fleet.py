@@ -17,26 +17,18 @@ import meshwise as mw
 from data_tables import csv_rows, table
 from meshwise.core.errors import DataError
 from meshwise.launch.arguments import framework_arguments, with_version
+from meshwise.serve import requests as arrivals
 from meshwise.serve.engine import SETTINGS
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.kubernetes import SERVERS
 from meshwise.serve.prefix_cache import Tier
-from meshwise.serve.requests import (
-    Lengths,
-    Requests,
-    Turns,
-    at_rate,
-    in_closed_loop,
-    in_sessions,
-    read_rates,
-    read_requests,
-)
+from meshwise.serve.requests import Lengths, Requests, at_rate, in_sessions, read_requests
 from meshwise.serve.router import POLICIES, parse_router
 from meshwise.serve.simulate import Autoscaling, Pools, simulate
 from servers import NO_LIMIT, ONE_AT_A_TIME, on, passes
 
 STATED = table("fleets")
-TURNS = Turns(turns=4, prompt=300, think_s=2.0)
+TURNS = arrivals.Turns(turns=4, prompt=300, think_s=2.0)
 
 
 @given(
@@ -49,7 +41,7 @@ def test_every_request_of_every_session_is_served_once(
 ) -> None:
     closed = data.draw(st.booleans())
     drawn = Lengths(500, 40, 0.5)
-    load = in_closed_loop(3, drawn, num=sessions) if closed else at_rate(3.0, drawn, num=sessions)
+    load = arrivals.in_closed_loop(3, drawn, num=sessions) if closed else at_rate(3.0, drawn, num=sessions)
     requests = in_sessions(load, TURNS, shared)
     tiers = (Tier("host", 3_000, 1e-6), Tier("disk", 50_000, 1e-5))
     worker = ServingWorker(passes(2e-3, 1e-5), cache, tiers)
@@ -153,10 +145,10 @@ def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
 def test_replicas_follow_the_load_and_are_paid_for_from_their_start(tmp_path: Path) -> None:
     """A quiet hour, a busy one, a quiet one: replicas as the rates ask for, late by the start-up time."""
     (tmp_path / "day.csv").write_text("second,rate\n0,1\n3600,8\n7200,1\n10800,0\n")
-    requests = read_rates(tmp_path / "day.csv").requests(Lengths(100, 20), 1)
+    requests = arrivals.read_rates(tmp_path / "day.csv").requests(Lengths(100, 20), 1)
     (tmp_path / "bad.csv").write_text("second,rate\n0,1\n0,2\n")
     with pytest.raises(DataError, match="line 3: a second must be after the one before"):
-        read_rates(tmp_path / "bad.csv")
+        arrivals.read_rates(tmp_path / "bad.csv")
     hours = np.histogram(requests.arrival_s, bins=[0, 3600, 7200, 10800])[0]
     assert hours / 3600 == pytest.approx([1, 8, 1], rel=0.06)
     scaling = Autoscaling(1.5, least=1, most=20, every_s=60.0, start_s=120.0, hold_s=300.0)

@@ -205,7 +205,7 @@ def test_a_law_that_returns_nonsense_is_named(value: float) -> None:
 # --- end to end -----------------------------------------------------------------------------------------
 
 
-def test_layer_command_prints_the_notebook(meshwise: Any) -> None:
+def test_layer_command_prints_the_notebook_and_knows_the_two_levels_of_a_chip(meshwise: Any) -> None:
     words = "--d-in 16384 --d-out 81920 --tp-in 8 --tp-out 40 --dp 32 --batch 32768 --bytes 2 "
     words += "--flop-per-s-8bit 1979e12 --memory-bytes-per-s 3352e9 --network-bytes-per-s 900e9 "
     words += "--utilization 0.8"
@@ -213,9 +213,6 @@ def test_layer_command_prints_the_notebook(meshwise: Any) -> None:
     assert document["fwd_bwd_s"] == 3.2554072481051035e-05 and document["binds"] == "flop"
     assert document["what_ifs"]["max_balanced_split"] == pytest.approx(434, abs=0.5)
     assert "3.2554072481051035e-05" in meshwise("frontier", "layer", *words.split()).out
-
-
-def test_layer_command_on_a_chip_also_knows_its_two_levels(meshwise: Any) -> None:
     layer = "frontier layer --d-in 16384 --d-out 81920 --batch 32768 --json --chip"
     two = meshwise(*f"{layer} h100-80g-sxm --tp-in 8 --tp-out 40".split()).document["two_level"]
     assert two["inner_in"] * two["inner_out"] <= 8 and two["binds"] == "network"

@@ -23,19 +23,9 @@ import typer.main
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import fuzz
 from data_tables import DATA, GLOO4, TRACES, table
-from fuzz import (
-    SCRIPT,
-    bounded_memory,
-    changed,
-    check_contract,
-    damaged,
-    document,
-    plausible_text,
-    strange,
-    strange_text,
-    toml_text,
-)
+from fuzz import check_contract, damaged, document, plausible_text, strange, strange_text, toml_text
 from meshwise import api
 from meshwise.cli import app
 from meshwise.core.errors import MeshwiseError
@@ -85,7 +75,7 @@ def verbs(inside: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 @pytest.fixture(autouse=True, scope="module")
 def in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For what an option makes a command write."""
-    with chdir(tmp_path_factory.mktemp("written")), bounded_memory():
+    with chdir(tmp_path_factory.mktemp("written")), fuzz.bounded_memory():
         yield
 
 
@@ -144,7 +134,7 @@ def file_with(folder: pytest.TempPathFactory, name: str, content: bytes) -> str:
 
 def as_file(document: dict[str, Any], text: Any) -> st.SearchStrategy[bytes]:
     """The document with strange fields, or its text with damaged bytes."""
-    fields = changed(document).map(lambda found: text(found).encode(errors="surrogatepass"))
+    fields = fuzz.changed(document).map(lambda found: text(found).encode(errors="surrogatepass"))
     return st.one_of(fields, damaged(text(document).encode()))
 
 
@@ -394,6 +384,6 @@ def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
         assert found["error"] and len(found["error"].splitlines()) == 1 and "Traceback" not in shown, shown
         return
     text = "".join(found.get("sections", ()))
-    assert SCRIPT not in text and ">nan" not in text and ">inf" not in text, shown
+    assert fuzz.SCRIPT not in text and ">nan" not in text and ">inf" not in text, shown
     for figure in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
         document(figure)

@@ -20,21 +20,11 @@ from hypothesis import strategies as st
 from data_tables import csv_rows, lines, table, with_field
 from fuzz import toml_text
 from meshwise.core.errors import ClusterError
-from meshwise.machine.hardware import (
-    Chip,
-    Cluster,
-    chips,
-    cluster_names,
-    cluster_text,
-    find_chip,
-    find_cluster,
-    links_of,
-    parse_cluster,
-    sliced,
-)
+from meshwise.machine import hardware
+from meshwise.machine.hardware import chips, find_chip, find_cluster
 
 CHIPS = sorted(chips())
-CLUSTERS = sorted(cluster_names())
+CLUSTERS = sorted(hardware.cluster_names())
 T = 1e12
 
 
@@ -123,7 +113,7 @@ def test_every_chip_is_documented_and_plausible(name: str) -> None:
     assert chip.levels[0].bytes_per_s < chip.memory_bytes_per_s
 
 
-def check_levels(owner: Chip | Cluster) -> None:
+def check_levels(owner: hardware.Chip | hardware.Cluster) -> None:
     levels = owner.levels
     assert levels[-1].ranks == math.inf
     for inner, outer in pairwise(levels):
@@ -255,7 +245,7 @@ levels = [
 @pytest.mark.parametrize(("inside", "outside", "message"), TABLES["bad_links"])
 def test_links_that_cannot_be_are_refused(inside: str, outside: str, message: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(message)):
-        parse_cluster(LINKS_OF_A_FILE.format(inside=inside, outside=outside))
+        hardware.parse_cluster(LINKS_OF_A_FILE.format(inside=inside, outside=outside))
 
 
 @given(
@@ -272,13 +262,13 @@ def test_a_cluster_is_read_again_from_its_own_text(name: str, of_cluster: str, o
 
     cluster = find_cluster(name)
     cluster = changed(replace(cluster, chip=changed(cluster.chip, of_chip)), of_cluster)
-    assert asdict(parse_cluster(cluster_text(cluster))) == asdict(cluster)
+    assert asdict(hardware.parse_cluster(hardware.cluster_text(cluster))) == asdict(cluster)
 
 
 @pytest.mark.parametrize(("name", "shape"), TABLES["boxes"])
 def test_a_part_of_a_torus_is_the_most_cubic_box(name: str, shape: list[int]) -> None:
     cluster = find_cluster(name)
-    levels = sliced(cluster.levels, cluster.num_chips)
+    levels = hardware.sliced(cluster.levels, cluster.num_chips)
     assert levels[0].torus == tuple(shape)
-    ranks = [1.0, *(link.ranks for link in links_of(levels))][: len(shape) + 1]
+    ranks = [1.0, *(link.ranks for link in hardware.links_of(levels))][: len(shape) + 1]
     assert [outer / inner for inner, outer in pairwise(ranks)] == shape

@@ -20,7 +20,6 @@ from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op
 from meshwise.program.walk import with_saved_bytes
 
 FIGURES = docs_script("figures/tensor")
@@ -33,15 +32,6 @@ WIDE = replace(GPT3, num_heads=2**30, num_kv_heads=2**30, head_dim=1)
 def cut(layout: str, grid: tuple[Num, ...], **options: Any) -> Cut:
     tp = np.prod(np.broadcast_arrays(*grid), axis=0) if grid else 1.0
     return Cut(microbatch=1.0, seq=2048.0, tp=tp, layout=layout, grid=grid, sequence_parallel=True, **options)
-
-
-def volume_bytes(ops: list[Op]) -> Num:
-    """What one rank sends for a block, forward and backward."""
-    return sum(
-        sent_bytes(op.collective, op.payload_bytes, op.group_size) * op.count  # type: ignore[arg-type]
-        for op in ops
-        if op.kind == "collective"
-    )
 
 
 # --- asymptotics -------------------------------------------------------------------------------
@@ -58,7 +48,8 @@ SIDE = 2.0 ** np.arange(6, 13)
 )
 def test_volume_per_rank_falls_as_published(layout: str, grid: tuple[Num, ...], exponent: float) -> None:
     num_ranks = np.prod(grid, axis=0)
-    volume = volume_bytes(block(WIDE, cut(layout, grid)))
+    sent = [op for op in block(WIDE, cut(layout, grid)) if op.collective]
+    volume = sum(sent_bytes(op.collective, op.payload_bytes, op.group_size) * op.count for op in sent)
     slopes = np.diff(np.log(volume)) / np.diff(np.log(num_ranks))
     assert slopes[0] == pytest.approx(exponent, abs=0.02)  # (q - 1) / q of a gather, at 64 ranks
     assert slopes[-1] == pytest.approx(exponent, abs=0.001)

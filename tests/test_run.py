@@ -20,15 +20,8 @@ import meshwise
 from data_tables import SCRIPTS, table
 from forks import start_script, wait_until
 from meshwise.core.errors import MissingExtraError, PlanError
-from meshwise.runtime.launch import (
-    RANKS_PER_CORE,
-    RankError,
-    RankPlace,
-    check_world,
-    launch,
-    meeting_point,
-    outside_place,
-)
+from meshwise.runtime import launch as launcher
+from meshwise.runtime.launch import RankError, check_world, outside_place
 from ports import own_port
 from ranks import fail_on
 
@@ -55,7 +48,7 @@ def test_first_failure_is_reported_and_all_end(
 ) -> None:
     """The other rank waits in a barrier and would wait for half an hour."""
     with pytest.raises(error, match=f"^{message}"):
-        launch(fail_on, 2, failing, how)
+        launcher.launch(fail_on, 2, failing, how)
     assert not [process for process in mp.active_children() if process.name.startswith("rank")]
 
 
@@ -79,7 +72,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
 
 
 def test_worlds_that_do_not_fit() -> None:
-    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    most = launcher.RANKS_PER_CORE * (os.cpu_count() or 1)
     check_world(most, "cpu")
     with pytest.raises(PlanError, match=f"{most + 1} ranks are more than this machine takes"):
         check_world(most + 1, "cpu")
@@ -101,9 +94,9 @@ def test_no_gpu_is_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_place_under_torchrun_and_srun() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
-    assert outside_place(torchrun) == RankPlace(5, 16, 1)
+    assert outside_place(torchrun) == launcher.RankPlace(5, 16, 1)
     srun = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "3"}
-    assert outside_place(srun) == RankPlace(9, 12, 3)
+    assert outside_place(srun) == launcher.RankPlace(9, 12, 3)
     assert outside_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert outside_place({}) is None
 
@@ -113,7 +106,7 @@ def test_place_under_torchrun_and_srun() -> None:
     [("gpu[003-010,12],cpu1", "gpu003"), ("a,b", "a"), ("node-7", "node-7"), ("n[5,7]", "n5")],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert meeting_point({"SLURM_STEP_NODELIST": nodes})[0] == first
+    assert launcher.meeting_point({"SLURM_STEP_NODELIST": nodes})[0] == first
 
 
 @pytest.mark.parametrize(("environment", "sentence"), table("tables")["run"]["environments"])

@@ -7,11 +7,7 @@ from hypothesis import strategies as st
 
 from data_tables import table
 from docs_scripts import docs_script
-from meshwise.cost.schedule import (
-    SCHEDULES,
-    bubble_s,
-    in_flight_microbatches,
-)
+from meshwise.cost.schedule import SCHEDULES, bubble_s, in_flight_microbatches
 
 PRINTED = table("tables")["schedule"]
 times = st.floats(0.1, 10.0)
