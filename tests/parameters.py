@@ -34,8 +34,8 @@ def params(model: Model) -> Params:
     dense = weights.block_weights(model, Layer())
     experts = weights.block_weights(model, Layer(moe=True)) if model.moe else ()
 
-    def count(weights: Weights, module: str, *names: str) -> int:
-        return num_weights(w for w in weights if w.module == module and (not names or w.op in names))
+    def count(among: Weights, module: str, *names: str) -> int:
+        return num_weights(w for w in among if w.module == module and (not names or w.op in names))
 
     norms = num_weights(w for w in dense if w.op.removeprefix("post_") in ("norm1", "norm2"))
     gate = count(experts, "shared_expert", "gate")

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from meshwise.core.compare import TIME, compare
 from meshwise.core.ledger import Ledger

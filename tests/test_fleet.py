@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshwise as mw
 from data_tables import csv_rows, table

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import fuzz
 from data_tables import DATA, GLOO4, TRACES, table

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from closed_form import check_estimate_is_the_dry_run
 from data_tables import table

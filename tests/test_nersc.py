@@ -22,8 +22,7 @@ from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc.cases import TOLERANCE, check_cases
-from meshwise.published.nersc.notebook import COLUMNS as NOTEBOOK_COLUMNS
-from meshwise.published.nersc.notebook import notebook
+from meshwise.published.nersc.notebook import COLUMNS as NOTEBOOK_COLUMNS, notebook
 from meshwise.published.nersc.paper import COLUMNS, PaperRun, paper_system, price
 from meshwise.published.nersc.paper_ops import PaperCut
 from meshwise.published.nersc.paper_plan import paper

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 import meshwise as mw
 from data_tables import table
 from meshwise.core.errors import PlanError
-from meshwise.plan import plan as keys
+from meshwise.plan import plan as planning
 from meshwise.plan.plan import DEFAULTS, KEYS, Plan, parse_plan, plan_keys, plan_text
 from meshwise.plan.workload import Workload
 
@@ -32,7 +31,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
         if kind == "0 or 1"
         else SIZES
         if "numbers" in kind
-        else st.permutations(keys.AXES).map(tuple)
+        else st.permutations(planning.AXES).map(tuple)
     )
 
 
@@ -42,7 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
     keys = draw(st.sets(st.sampled_from(list(KEYS)), max_size=6))
     stated = {key: draw(values_of(key)) for key in sorted(keys)}
     if stated.get("layout", "1d") != "1d":
-        dims = keys.GRID_DIMS[stated["layout"]]
+        dims = planning.GRID_DIMS[stated["layout"]]
         stated["grid"] = draw(st.lists(DEGREES, min_size=dims, max_size=dims).map(tuple))
     try:
         return Plan(**stated)
@@ -106,7 +105,7 @@ def test_every_key_has_a_default_and_a_meaning() -> None:
 # --- no key is ignored: each value changes what is priced, or it is refused -------------------------
 
 DRAWN = table("drawn")["other_values"]
-OTHERS = DRAWN["of"] | {"recompute_modules": keys.RECOMPUTE_MODULES}
+OTHERS = DRAWN["of"] | {"recompute_modules": planning.RECOMPUTE_MODULES}
 
 
 def texts_of(key: str) -> tuple[str, ...]:

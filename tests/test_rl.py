@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import meshwise as mw
 from data_tables import DATA, table

@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshwise as mw
 from data_tables import table
@@ -22,8 +21,7 @@ from meshwise.plan.workload import Workload
 from meshwise.program.op import Op
 from meshwise.program.parts import parts
 from meshwise.search.study import changed
-from meshwise.serve import pass_times
-from meshwise.serve import serving as est
+from meshwise.serve import pass_times, serving as est
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.load import Fleet, token_bytes, under_load
 from meshwise.serve.requests import Lengths, in_closed_loop

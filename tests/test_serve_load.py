@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import meshwise as mw
 from data_tables import table
 from meshwise.core.errors import DataError, MeshwiseError
-from meshwise.serve import measured
-from meshwise.serve import serving as est
+from meshwise.serve import measured, serving as est
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.load import Fleet, traffic, under_load

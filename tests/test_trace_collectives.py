@@ -4,8 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from data_tables import GLOO4, TRACES
 from kineto import SEND_RECV, all_reduce, host, kernel, message, summary_of, write_trace

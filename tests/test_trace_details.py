@@ -4,8 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from data_tables import GLOO4, table
 from jobs import Job, write_job

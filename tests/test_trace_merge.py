@@ -5,8 +5,7 @@ import json
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from data_tables import TRACES
 from kineto import all_reduce, host, kernel, launched, summary_of, write_trace

@@ -10,8 +10,7 @@ from meshwise.core.ledger import Ledger
 from meshwise.trace.breakdown import breakdown
 from meshwise.trace.difference import difference
 from meshwise.trace.events import Kind, collective_kind, kind_of
-from meshwise.trace.operators import joint_sections, kernel_totals, kernels_of
-from meshwise.trace.operators import operator_totals as totals
+from meshwise.trace.operators import joint_sections, kernel_totals, kernels_of, operator_totals as totals
 from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger
 from meshwise.trace.summary import all_sections, summarize_paths

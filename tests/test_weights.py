@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import meshwise as mw
 from data_tables import DATA, lines, table

@@ -14,11 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # These folders share their name with a verb. Loaded first (they are empty), they never rebind it.
-from meshwise import estimate as _estimate_folder  # noqa: F401
-from meshwise import launch as _launch_folder  # noqa: F401
-from meshwise import rl as _rl_folder  # noqa: F401
-from meshwise import search as _search_folder  # noqa: F401
-from meshwise import serve as _serve_folder  # noqa: F401
+from meshwise import (
+    estimate as _estimate_folder,  # noqa: F401
+    launch as _launch_folder,  # noqa: F401
+    rl as _rl_folder,  # noqa: F401
+    search as _search_folder,  # noqa: F401
+    serve as _serve_folder,  # noqa: F401
+)
 from meshwise.api import (
     budget,
     collective,
@@ -47,13 +49,10 @@ if TYPE_CHECKING:
     from meshwise.core.errors import MeshwiseError as MeshwiseError
     from meshwise.core.ledger import Ledger as Ledger
     from meshwise.estimate.one_plan import Estimate as Estimate
-    from meshwise.machine.hardware import Cluster as Cluster
-    from meshwise.machine.hardware import find_cluster as find_cluster
+    from meshwise.machine.hardware import Cluster as Cluster, find_cluster as find_cluster
     from meshwise.model.architecture import Model as Model
     from meshwise.model.find import find_model as find_model
-    from meshwise.plan.plan import Plan as Plan
-    from meshwise.plan.plan import parse_plan as parse_plan
-    from meshwise.plan.plan import plan_text as plan_text
+    from meshwise.plan.plan import Plan as Plan, parse_plan as parse_plan, plan_text as plan_text
     from meshwise.plan.workload import Workload as Workload
 
 __version__ = "0.3.0"

@@ -271,8 +271,7 @@ def study(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.search.study import Goal, parse_changes
-    from meshwise.search.study import study as look
+    from meshwise.search.study import Goal, parse_changes, study as look
 
     values = parse_changes(vary) if isinstance(vary, str) else vary
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
@@ -1073,8 +1072,7 @@ def explain(
     Raises:
         MeshwiseError: A trace is missing or unreadable, or as in `estimate`.
     """
-    from meshwise.trace.explain import explain as join
-    from meshwise.trace.explain import reduces_all
+    from meshwise.trace.explain import explain as join, reduces_all
     from meshwise.trace.summary import summarize_paths
 
     job = [one for one in (model, cluster, plan or None, batch, seq, microbatch) if one is not None]
@@ -1186,8 +1184,7 @@ def frontier(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.published.frontier import find_device, settings_of
-    from meshwise.published.frontier import frontier as find
+    from meshwise.published.frontier import find_device, frontier as find, settings_of
 
     return find(find_device(str(chip), utilization=utilization), *settings_of(months, settings))
 

@@ -181,11 +181,10 @@ def _levels(
     inner, *_, outer = chip.levels
     ranks = float(domain or inner.ranks)
     latencies = _NAMES["network_latency_s"]
-    name = network if network in latencies else None
-    if name is None and gbit_per_s is None and ranks == inner.ranks:
+    if network not in latencies and gbit_per_s is None and ranks == inner.ranks:
         return chip.levels
-    if name is not None:
-        outer = replace(outer, name=name, latency_s=latencies[name])
+    if network in latencies:
+        outer = replace(outer, name=network, latency_s=latencies[network])
     if gbit_per_s is not None:
         outer = replace(outer, bytes_per_s=gbit_per_s * 1e9 / 8)
     return replace(inner, ranks=ranks), outer
@@ -205,12 +204,10 @@ def model_of(run: Run, defaults: Defaults) -> Model:
         cut = replace(known, layers=known.layers[: run.layers], mtp_layers=mtp_layers)
         return _with_sizes(run, cut, defaults)
     mla = _latent(run, None)
-    own: dict[str, Any] = {
-        **{"name": run.model, "hidden": run.hidden, "num_heads": run.heads, "sliding_window": 0},
-        "head_dim": mla.head_dim if mla else run.hidden // run.heads,
-    }
-    gpt = replace(find_model("gpt3-175b"), dropout_frac=defaults.dropout_frac, **own)
-    llama = replace(find_model("llama2-7b"), **own)
+    own = {"hidden": run.hidden, "num_heads": run.heads, "sliding_window": 0}
+    own["head_dim"] = mla.head_dim if mla else run.hidden // run.heads
+    gpt = replace(find_model("gpt3-175b"), name=run.model, dropout_frac=defaults.dropout_frac, **own)
+    llama = replace(find_model("llama2-7b"), name=run.model, **own)
     gated, plain = (_with_sizes(run, base, defaults) for base in (llama, gpt))
     if run.params_b is None:
         return plain if run.ffn_hidden >= 4 * run.hidden else gated

@@ -28,8 +28,7 @@ from meshwise.core.refusals import refuse
 from meshwise.core.toml import catalog_toml
 from meshwise.estimate import intervals
 from meshwise.estimate.intervals import Spread, Spreads
-from meshwise.machine.efficiency import Efficiency, without
-from meshwise.machine.efficiency import constants as efficiency_of
+from meshwise.machine.efficiency import Efficiency, constants as efficiency_of, without
 from meshwise.machine.hardware import Chip, Level, chips
 from meshwise.machine.overheads import Tables
 

@@ -10,7 +10,7 @@ machine that the model does not know. Good rows count whatever the others hold.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -69,7 +69,9 @@ Stated = tuple[str, str, dict[str, float], str]
 
 def read(path: Path) -> tuple[list[Measurement], list[BadRow]]:
     """The measurements of a file, and its other rows; DataError where it is none, or its header is wrong."""
-    convert = _converter(path, header(path))
+    names, kinds = header(path), {OPS_COLUMNS: _from_ops, PUBLISHED_COLUMNS: _from_published}
+    if (convert := next((kinds[columns] for columns in kinds if {*columns} <= {*names}), None)) is None:
+        raise lacking(path, names, kinds)
 
     def measurement(cells: dict[str, str], where: str, _: int) -> Measurement:
         chip, (op, variant, shape, software), seconds = convert(cells)
@@ -79,13 +81,6 @@ def read(path: Path) -> tuple[list[Measurement], list[BadRow]]:
         )  # fmt: skip
 
     return read_each(path, measurement)
-
-
-def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str]], tuple[str, Stated, float]]:
-    for columns, convert in ((OPS_COLUMNS, _from_ops), (PUBLISHED_COLUMNS, _from_published)):
-        if set(columns) <= set(names):
-            return convert
-    raise lacking(path, names, (OPS_COLUMNS, PUBLISHED_COLUMNS))
 
 
 # --- cells -------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from typing import Any
 from meshwise.calibrate import power as measured_power
 from meshwise.calibrate.errors import Mend, Progress, is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
-from meshwise.calibrate.microdata import OPS_COLUMNS
-from meshwise.calibrate.microdata import read as read_ops
+from meshwise.calibrate.microdata import OPS_COLUMNS, read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
 from meshwise.calibrate.runs import REQUIRED, Run, publication, published_runs, read_runs, unread_columns
 from meshwise.calibrate.table import BadRow, header, lacking, lines

@@ -55,11 +55,9 @@ from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, MoE
 from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.plan.plan import Plan
-from meshwise.program.context import CORE, SIDE_BY_SIDE
-from meshwise.program.context import MODULE as ATTENTION
+from meshwise.program.context import CORE, MODULE as ATTENTION, SIDE_BY_SIDE
 from meshwise.program.cut import Cut
-from meshwise.program.loss import KERNEL as LOSS_KERNEL
-from meshwise.program.loss import LOSSES, Loss
+from meshwise.program.loss import KERNEL as LOSS_KERNEL, LOSSES, Loss
 from meshwise.program.op import Op, Precision, Tensor, cast, collective, exchanged, kernel, made, precision
 from meshwise.program.tensor_1d import WIDENING
 

@@ -25,8 +25,7 @@ from meshwise.model.architecture import Layer, Model, MoE, Sparse, across, num_d
 from meshwise.program.block import block, block_input
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import CROSS, ENCODER, source_cut
-from meshwise.program.moe import MODULE as MOE
-from meshwise.program.moe import moe_mlp
+from meshwise.program.moe import MODULE as MOE, moe_mlp
 from meshwise.program.op import Op, Precision, collective
 from meshwise.program.recurrence import state_bytes
 from meshwise.program.vocabulary import embed, head

@@ -26,24 +26,10 @@ from meshwise.core.units import Num
 from meshwise.cost.op import Cost, embedding, embedding_backward
 from meshwise.model.architecture import MLA, LowRank, Model, Sparse
 from meshwise.model.weights import WHOLE, Weight, Weights, query_rank
+from meshwise.program import op as ops
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.op import (
-    Op,
-    Stated,
-    Tensor,
-    both_ways,
-    changed,
-    collective,
-    elementwise,
-    exchanged,
-    flat,
-    kernel,
-    linear,
-    linears,
-    made,
-    precision,
-)
+from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, exchanged, kernel, linear, made
 
 ATTENTION, MLP = "attention", "mlp"
 WIDENING = "_dequantize"
@@ -117,7 +103,7 @@ def feed_forward(
     else:
         whole = x if _norms_of_all_tokens(model) else all_tokens(x, cut)
         stated = plain_linear(module, "fc1", whole, parts, cut, bias=bias, own=x)
-        wide = yield from changed(
+        wide = yield from ops.changed(
             stated, lambda op: structs.replace(op, keeps=(x,)) if whole in op.keeps else op
         )
         yield from _input_again(model, cut)
@@ -158,7 +144,7 @@ def _entry_norm(model: Model, cut: Cut, module: str, name: str, x: Tensor) -> St
         yield on_tp(module, name, "forward", "all_gather", model.hidden, cut)
     normed = elementwise(module, name, model.norm, x, cut.precision, shape=(cut.tokens, float(model.hidden)))
     again = cut.sequence_parallel
-    y = yield from changed(normed, lambda op: structs.replace(op, remade=again and op.phase == "forward"))
+    y = yield from ops.changed(normed, lambda op: structs.replace(op, remade=again and op.phase == "forward"))
     if is_first:
         yield on_tp(module, name, "backward", summing(cut), model.hidden, cut)
     return y
@@ -253,7 +239,7 @@ def _through_latents(own: LowRank, cut: Cut, mixed: Tensor) -> Stated:
     dealt = Tensor(mixed.name, (groups, rows, width / groups), mixed.dtype, mixed)
     partial = made(ATTENTION, "o_down", (groups, rows, float(own.out)), cut.precision.act_dtype)
     frozen = cut.lora_rank > 0
-    yield from linears(ATTENTION, "o_down", dealt, (partial,), cut.precision, grouped=True, frozen=frozen)
+    yield from ops.linears(ATTENTION, "o_down", dealt, (partial,), cut.precision, grouped=True, frozen=frozen)
     return Tensor(partial.name, (rows, groups * own.out), partial.dtype, partial)
 
 
@@ -375,7 +361,7 @@ def _indexer(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
         cost=Cost(2.0 * batch * rows * keys * dim, read.bytes, 4.0 * cut.microbatch * seq * keys),
         reads=(read,), keeps=(read,), dtype=prec.act_dtype,
     )  # fmt: skip
-    yield from both_ways(scores, (2.0 * batch, rows, keys, dim))
+    yield from ops.both_ways(scores, (2.0 * batch, rows, keys, dim))
     queries = cut.microbatch * seq
     yield Op(
         module=ATTENTION, name="index_top_k", phase="forward", kind="kernel", shape=(queries, keys),
@@ -453,14 +439,14 @@ def plain_linear(
     adapted = [pair for pair in pairs if not cut.lora_targets or pair[0][0] in cut.lora_targets] * is_adapted
     if is_adapted:
         yield from dequantized(module, name, x.shape[-1] * d_out, cut)
-    yield from linears(module, name, x, results, prec, bias=bias, frozen=frozen or is_adapted, own=own)
-    of_adapters = precision("bf16") if prec.casts else prec
+    yield from ops.linears(module, name, x, results, prec, bias=bias, frozen=frozen or is_adapted, own=own)
+    of_adapters = ops.precision("bf16") if prec.casts else prec
     if adapted and cut.lora_dropout:
         x = yield from elementwise(module, f"{name}_lora_dropout", "dropout", x, of_adapters)
     for (part, width), whole in adapted:
         thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), of_adapters)
         wide = yield from linear(module, f"{part}_lora_b", thin, width, of_adapters)
-        shape = flat(x)[0], width
+        shape = ops.flat(x)[0], width
         yield from elementwise(module, f"{part}_lora_add", "residual", (whole, wide), prec, shape=shape)
     return results
 

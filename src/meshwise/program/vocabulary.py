@@ -18,6 +18,7 @@ from msgspec import structs
 from meshwise.cost.op import Cost
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights, projectors
+from meshwise.program import op as ops
 from meshwise.program.additions import ended, look_up_per_layer, projected_streams, side_ops
 from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
@@ -25,18 +26,7 @@ from meshwise.program.diffusion import condition, modulation
 from meshwise.program.encoder import ENCODER, convolutions, encoder_ends, source_cut
 from meshwise.program.implementation import as_done_by
 from meshwise.program.loss import Loss, loss_ops
-from meshwise.program.op import (
-    Op,
-    Stated,
-    Tensor,
-    backward_last,
-    collected,
-    collective,
-    elementwise,
-    linear,
-    made,
-    precision,
-)
+from meshwise.program.op import Op, Tensor, backward_last, collected, collective, elementwise, linear, made
 from meshwise.program.tensor_1d import column_linear, look_up, norm, on_tp, shards
 from meshwise.program.weights_of_ops import hold
 
@@ -179,7 +169,7 @@ def _attention_pool(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
     """
     module, batch, hidden, ffn = "head", cut.microbatch, float(model.hidden), float(model.ffn_hidden)
 
-    def layer(name: str, x: Tensor, d_out: float) -> Stated:
+    def layer(name: str, x: Tensor, d_out: float) -> ops.Stated:
         return linear(module, name, x, d_out, cut.precision, bias=True, frozen=cut.lora_rank > 0)
 
     yield from layer("pool_kv", x, 2.0 * hidden)
@@ -195,7 +185,7 @@ def _attention_pool(model: Model, cut: Cut, x: Tensor) -> Iterator[Op]:
 def _predict(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
     """Logits of every token, and their loss; the head has its own type where other matmuls are narrow."""
     if cut.precision.casts:
-        cut = replace(cut, precision=precision(cut.head_dtype))
+        cut = replace(cut, precision=ops.precision(cut.head_dtype))
     if model.mlm_transform:
         prec, how = cut.precision, {"bias": model.norm_bias, "frozen": cut.lora_rank > 0}
         x = yield from linear("head", "transform", x, float(model.hidden), prec, **how)
@@ -273,7 +263,7 @@ def _predict_next(model: Model, cut: Cut, x: Tensor) -> list[Op]:
     return hold(ops, frozen(weights) if cut.lora_rank else weights, cut, shards)
 
 
-def _join(model: Model, cut: Cut, x: Tensor) -> Stated:
+def _join(model: Model, cut: Cut, x: Tensor) -> ops.Stated:
     module, hidden = "mtp", float(model.hidden)
     found: list[Op] = []
     token = collected(look_up(module, "tokens", float(model.hidden), cut), found)

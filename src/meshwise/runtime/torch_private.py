@@ -16,8 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

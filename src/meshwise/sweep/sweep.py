@@ -25,8 +25,6 @@ Points run in processes of this machine, or on a Ray cluster (`core.each`). One 
 with it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib

@@ -41,19 +41,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.trace import intervals as sets
 from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace, once_a_trace
-from meshwise.trace.intervals import (
-    NO_SPANS,
-    Spans,
-    clipped,
-    covered,
-    difference,
-    intersection,
-    joined,
-    length,
-    merged,
-    shares,
-)
+from meshwise.trace.intervals import Spans, covered, difference, intersection, joined, length, merged, shares
 from meshwise.trace.nesting import compiling, inclusive, launchers, parents
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
@@ -100,7 +90,7 @@ def work(trace: Trace) -> RankWork:
     if trace.window is not None:
         every = work(replace(trace, selected=None, window=None))
         kind = np.where(selected, every.kind, np.int8(Kind.OTHER))
-        spans = {one: clipped(found, trace.window) for one, found in every.spans.items()}
+        spans = {one: sets.clipped(found, trace.window) for one, found in every.spans.items()}
         return RankWork(kind, spans, trace.window)
     if trace.has_device:
         kind = np.where(np.isin(trace.kind, DEVICE_KINDS) & selected, trace.kind, np.int8(Kind.OTHER))
@@ -131,7 +121,7 @@ def _host_work(trace: Trace, selected: NDArray[np.bool_]) -> tuple[NDArray[np.in
     awaited = joined(merged(trace.start_ns[moved], left), union(trace, started))
     compute = union(trace, np.flatnonzero(kind == Kind.COMPUTE))
     compute = joined(compute, difference(union(trace, np.flatnonzero(waits & selected)), awaited))
-    return kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS}
+    return kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: sets.NO_SPANS}
 
 
 def union(trace: Trace, events: Ints) -> Spans:
@@ -148,7 +138,7 @@ def breakdown(trace: Trace) -> Breakdown:
 def split(trace: Trace, window: Spans) -> Breakdown:
     """The breakdown of what one rank did in a window."""
     found = work(trace).spans
-    compute, communication, memory = (clipped(found[kind], window) for kind in DEVICE_KINDS)
+    compute, communication, memory = (sets.clipped(found[kind], window) for kind in DEVICE_KINDS)
     span, busy = length(window), length(joined(compute, communication, memory))
     hidden, total, own = length(intersection(compute, communication)), length(communication), length(compute)
     ns = {"span": span, "busy": busy, "idle": span - busy, "exposed_communication": total - hidden}
@@ -206,15 +196,15 @@ def intervals(trace: Trace, wait_ns: Mapping[int, int]) -> RankIntervals:
         wait_end[event] += wait
     begin, arrived, end = (times[communication] for times in (trace.start_ns, wait_end, end_ns))
     of_others = difference(done.spans[Kind.COMMUNICATION], merged(begin, end))  # launched in no chosen step
-    sets = {
+    by_part = {
         "compute": done.spans[Kind.COMPUTE],
-        "transfer": clipped(joined(merged(arrived, end), of_others), done.window),
+        "transfer": sets.clipped(joined(merged(arrived, end), of_others), done.window),
         "memory": done.spans[Kind.MEMORY],
-        "wait": clipped(merged(begin, arrived), done.window),
+        "wait": sets.clipped(merged(begin, arrived), done.window),
     }
-    taken = NO_SPANS
+    taken = sets.NO_SPANS
     spans: dict[str, Spans] = {}
-    for part, found in sets.items():
+    for part, found in by_part.items():
         spans[part] = difference(found, taken)
         taken = joined(taken, found)
     spans["idle"] = difference(done.window, taken)

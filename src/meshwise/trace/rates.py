@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import by_key
-from meshwise.core.ledger import COLLECTIVES, shape_text
-from meshwise.core.ledger import Collective as CollectiveKind
+from meshwise.core.ledger import COLLECTIVES, Collective as CollectiveKind, shape_text
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
 from meshwise.estimate.timing import machine

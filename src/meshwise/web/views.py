@@ -34,9 +34,7 @@ from meshwise.model.find import find_preset
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, plan_keys, plan_text
 from meshwise.published.frontier import OPTIONS
-from meshwise.report import frontier as frontiers
-from meshwise.report import search as searched
-from meshwise.report import serve as served
+from meshwise.report import frontier as frontiers, search as searched, serve as served
 from meshwise.report.answer import Page, Text
 from meshwise.report.estimate import compare_page, op_sections, summary_page
 from meshwise.report.html import html_page, sections_html

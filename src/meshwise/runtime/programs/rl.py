@@ -21,8 +21,7 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.cost.collective import sent_bytes
-from meshwise.estimate.one_plan import Estimate
-from meshwise.estimate.one_plan import estimate as price
+from meshwise.estimate.one_plan import Estimate, estimate as price
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model

@@ -17,8 +17,7 @@ from meshwise.model.architecture import Model, checked_model
 from meshwise.model.find import find_model
 from meshwise.plan.layouts import block_rules, default_grid
 from meshwise.plan.plan import refuse
-from meshwise.program.block import block as block_ops
-from meshwise.program.block import shared_gradients
+from meshwise.program.block import block as block_ops, shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.op import op_row, precision
 from meshwise.program.tape import Tape
