@@ -181,10 +181,11 @@ def _levels(
     inner, *_, outer = chip.levels
     ranks = float(domain or inner.ranks)
     latencies = _NAMES["network_latency_s"]
-    if network not in latencies and gbit_per_s is None and ranks == inner.ranks:
+    name = network if network in latencies else None
+    if name is None and gbit_per_s is None and ranks == inner.ranks:
         return chip.levels
-    if network in latencies:
-        outer = replace(outer, name=network, latency_s=latencies[network])
+    if name is not None:
+        outer = replace(outer, name=name, latency_s=latencies[name])
     if gbit_per_s is not None:
         outer = replace(outer, bytes_per_s=gbit_per_s * 1e9 / 8)
     return replace(inner, ranks=ranks), outer
