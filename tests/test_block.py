@@ -191,10 +191,12 @@ def test_bytes_that_transformers_keeps_are_known_or_refused(family: str, what: s
 
 def test_modules_of_transformers_are_eager_under_any_implementation() -> None:
     """Of a tiny model, where the host is all that counts: 8 kernels for RMSNorm, 10 for rotary positions."""
-    fused, eager, same = (
+    liger = "huggingface,loss_fusion=kernels"
+    fused, eager, same, with_liger = (
         mw.estimate(tiny("llama"), "h100-80g-sxm:1", f"implementation={one}", seq=64)
-        for one in ("megatron,software=torch-2023", "huggingface", "megatron,software=torch-2024-eager")
+        for one in ("megatron,software=torch-2023", "huggingface", "megatron,software=torch-2024-eager", liger)
     )
+    assert with_liger.step_s == pytest.approx(fused.step_s, rel=0.1)
     assert eager.step_s / fused.step_s == pytest.approx(3.0, rel=0.2)
     assert same.step_s == eager.step_s and same.memory_bytes == eager.memory_bytes
 

@@ -308,7 +308,8 @@ def test_every_assumption_of_an_implementation_is_said(framework: str, name: str
         if getattr(IMPLEMENTATIONS[name], field) != getattr(Implementation(software=""), field):
             by_script = f"as implementation={name}" if field != "shards_each_weight" else None
             assert SAYS.get(f"{framework} {field}", by_script or "?") in said, field
-    switches = {"megatron-lm": "--cross-entropy-loss-fusion", "torchtitan": "--compile.enable"}
+    switches = dict.fromkeys(("deepspeed", "accelerate"), "--use_liger_kernel")
+    switches |= {"megatron-lm": "--cross-entropy-loss-fusion", "torchtitan": "--compile.enable"}
     loss_is_lost = any(sentence.startswith("loss_fusion=") for sentence in job.not_expressed)
     assert loss_is_lost or switches.get(framework, "cross_entropy_loss_fusion") in said
 

@@ -42,7 +42,7 @@ class Cut:
     `narrow_matmuls`: fp8 or fp4, in which linear layers of blocks compute, and nothing else (PyTorch's way).
 
     `implementation` says whose software does the ops (`program.implementation`); it `is_eager` where no
-    element-wise kernels are fused. `weighs_last`: it puts the answers of experts back in the order of
+    element-wise kernels are fused but `fused_kernels`. `weighs_last`: it puts the answers of experts back in the order of
     tokens before it weighs and adds them.
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
@@ -82,6 +82,7 @@ class Cut:
     narrow_matmuls: str = ""
     implementation: str = "megatron"
     is_eager: bool = False
+    fused_kernels: tuple[str, ...] = ()
     weighs_last: bool = False
     precision: Precision = field(default_factory=Precision)
     kind: str = "train"

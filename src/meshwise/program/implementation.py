@@ -91,7 +91,7 @@ def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
     """The ops of one part as the implementation of `cut` does them."""
     parts = IMPLEMENTATIONS[cut.implementation].parts
     if cut.is_eager or parts == "transformers":
-        ops = [_eager_kernel(op) if _is_eager(model, op) else op for op in ops]
+        ops = [_eager_kernel(op) if _is_eager(model, cut, op) else op for op in ops]
     change = _PARTS.get(parts)
     return ops if change is None else list(change(model, cut, ops))
 
@@ -299,9 +299,10 @@ def _with_routes(op: Op, moe: MoE, cut: Cut) -> Op:
     return _keeping(structs.replace(op, keeps=()), "routes", (kept,), "uint8")
 
 
-def _is_eager(model: Model, op: Op) -> bool:
-    """Whether PyTorch has no kernel of its own for it; it has one for LayerNorm with weights."""
-    return op.kernel in EAGER_KERNELS and not (op.kernel == "layernorm" and model.norm_weight)
+def _is_eager(model: Model, cut: Cut, op: Op) -> bool:
+    """Whether there is no kernel for it: PyTorch has one for LayerNorm with weights, a library its own."""
+    has_kernel = op.kernel in cut.fused_kernels or (op.kernel == "layernorm" and model.norm_weight)
+    return op.kernel in EAGER_KERNELS and not has_kernel
 
 
 def _eager_kernel(op: Op) -> Op:

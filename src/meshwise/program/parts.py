@@ -13,7 +13,7 @@ from meshwise.plan.plan import DISPATCH, NARROW_DTYPES
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
-from meshwise.program.implementation import loss_of
+from meshwise.program.implementation import loss_fusion, loss_of
 from meshwise.program.op import Op, precision
 from meshwise.program.serving import as_kept, serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
@@ -90,6 +90,7 @@ def cut_of(mesh: Mesh) -> Cut:
         recompute_modules=plan.selective_modules,
         loss=loss_of(plan),
         is_eager=SOFTWARE[plan.software].is_eager,
+        fused_kernels=tuple(plan.done_by.fuses_with_loss) if loss_fusion(plan) == "kernels" else (),
         weighs_last=SOFTWARE[plan.software].weighs_last,
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,

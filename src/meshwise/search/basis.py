@@ -54,7 +54,7 @@ def _supports(found: Estimate) -> Iterator[str]:
     hidden = {name: seconds for name, seconds in found.hidden_s.items() if seconds > NOTABLE * found.step_s}
     if hidden:
         shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
-        yield f"hidden behind compute: {shown}"
+        yield f"{shown} hidden behind compute"
     if found.model.moe is not None and found.mesh.ep > 1 and found.mesh.imbalance == 1.0:
         yield "balanced experts"
     if (fused := loss_fusion(found.plan)) != "none":
