@@ -147,6 +147,8 @@ def approximations(run: Run, software: str) -> Iterator[str]:
     for column, said in _NAMES["approximations"].items():
         if (value := getattr(run, column)) in said:
             yield f"{column} {value} is priced as {said[value]}"
+    if run.capacity_factor and run.dispatcher not in (None, "alltoall"):
+        yield f"dispatcher {run.dispatcher} beside a capacity is priced as alltoall of padded places"
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
         yield "param_gather_overlap is priced like grad_reduce_overlap"
     if run.compiled is not None and not software.startswith("torch-2024"):

@@ -107,7 +107,7 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated
     sent = arrivals / cut.etp
     busier = sent if moe.capacity_factor else np.maximum(sent, moe.computed * tokens)  # of its two ways
     payload = busier * hidden * prec.act_bytes
-    per_rank = cut.dispatch_per_rank * (cut.ep * cut.etp > 1) * (0.0 if moe.capacity_factor else 1.0)
+    per_rank = cut.dispatch_per_rank * (cut.ep * cut.etp > 1)
     on_etp: dict[str, Any] = {
         "axis": "tp",
         "payload_bytes": arrivals * hidden * prec.act_bytes,
