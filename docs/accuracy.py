@@ -7,7 +7,7 @@ their id: constants are fitted on one, the other only judges, and both are shown
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from meshwise.calibrate.validate import (
     validate,
 )
 from meshwise.cli.measurements import DATA_FILES
+from meshwise.core.columns import grouped
 from meshwise.report import validation as report
 from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table, percent
@@ -30,12 +31,13 @@ from meshwise.report.table import Table, percent
 DOCS = Path(__file__).parent
 NUM_WORST = 10
 OF_RUNS = ("step_s", "memory_bytes")
+UNSEEN = DOCS / "unseen_runs.csv"
 LEADING = ("step time", "rows", "median", "mean", *report.LEFT_OUT_COLUMNS)
 """Columns of the first table."""
 
 
-def write_accuracy(validation: Validation, folder: Path) -> None:
-    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`."""
+def write_accuracy(validation: Validation, unseen: Sequence[Prediction], folder: Path) -> None:
+    """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`; no constant was fitted to `unseen`."""
     (folder / "figures").mkdir(exist_ok=True)
     lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
     runs = [row for row in validation.rows if row.quantity in OF_RUNS]
@@ -50,10 +52,10 @@ def write_accuracy(validation: Validation, folder: Path) -> None:
             figure = f"figures/accuracy_{name}.png"
             draw_picture(report.picture(Validation(rows)), folder / figure)
             figures.append(f"![{what}]({figure})")
-    (folder / "accuracy.md").write_text(page(validation, figures), encoding="utf-8")
+    (folder / "accuracy.md").write_text(page(validation, unseen, figures), encoding="utf-8")
 
 
-def page(validation: Validation, figures: Sequence[str]) -> str:
+def page(validation: Validation, unseen: Sequence[Prediction], figures: Sequence[str]) -> str:
     """The page as text, its words from `accuracy.in`: step times in a table and a figure, then all."""
     by_quantity = [(report.TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
     blocks: list[Table | str] = [lead_table(validation.of("step_s")), *figures[:1]]
@@ -67,7 +69,9 @@ def page(validation: Validation, figures: Sequence[str]) -> str:
         blocks += filter(None, (coverage_text(rows), report.order_text(rows)))
     blocks += ["## Rows that are not expressed", report.reasons_table(validation.rows)]
     words = (DOCS / "accuracy.in").read_text(encoding="utf-8")
-    return words.replace("<!-- tables -->", "\n\n".join(map(markdown, blocks)) + "\n")
+    for place, of_place in (("tables", blocks), ("unseen", unseen_tables(unseen))):
+        words = words.replace(f"<!-- {place} -->", "\n\n".join(map(markdown, of_place)) + "\n")
+    return words
 
 
 def lead_table(rows: Sequence[Prediction]) -> Table:
@@ -84,6 +88,15 @@ def lead_table(rows: Sequence[Prediction]) -> Table:
     ]
     names = [errors.columns[i].replace("rows", "runs") for i in shown]
     return Table("", (*names[:2], "sources", *names[2:]), lines)
+
+
+def unseen_tables(rows: Sequence[Prediction]) -> Iterator[Table | str]:
+    """Steps and memory by publication, all of them last, and how many lie in their intervals."""
+    for name in OF_RUNS:
+        of_one = [row for row in rows if row.quantity == name]
+        groups = grouped(of_one, lambda row: publication(row.source))
+        yield report.error_table(report.TITLES[name], [*groups.items(), ("all", of_one)])
+        yield coverage_text(of_one)
 
 
 def coverage_text(rows: Sequence[Prediction]) -> str:
@@ -109,4 +122,5 @@ if __name__ == "__main__":
     tables = [Path(sys.argv[1]) / name for name in DATA_FILES]
     files = [published_runs(), *(path for path in tables if path.is_file())]
     found = predicted_by_others(validate(files), files)
-    write_accuracy(replace(found, board=list(progress(read_board(DOCS / "board.csv"), found.rows))), DOCS)
+    board = list(progress(read_board(DOCS / "board.csv"), found.rows))
+    write_accuracy(replace(found, board=board), validate([UNSEEN]).rows, DOCS)

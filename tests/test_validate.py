@@ -286,7 +286,7 @@ def test_the_page_shows_every_group(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     validation, of_fit = validate([RUNS]), tmp_path / "published_runs.csv"
     script = docs_script("accuracy")
-    script.write_accuracy(validation, tmp_path)
+    script.write_accuracy(validation, validation.rows, tmp_path)
     page = (tmp_path / "accuracy.md").read_text()
     assert (tmp_path / "figures" / "accuracy_runs.png").stat().st_size > 10_000
     for text in ("by chip", "a100-80g-sxm", "Korthikanti et al. 2022", "worst rows", "by scale", "None."):

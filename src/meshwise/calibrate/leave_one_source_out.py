@@ -53,11 +53,10 @@ class MissesByOthers:
         """How far measured and predicted differ by regime, over the sources other than `without`."""
         runs = [each for each in self.runs if publication(each.run.source) != without]
         known = {name: [each for each in runs if each.run.id in self.by_source[name]] for name in QUANTITIES}
-        measured = {name: [aspects_of(each) for each in those] for name, those in known.items()}
         return Spreads(
             {
-                name: {aspect: sorted({each[aspect] for each in seen}) for aspect in self.by_aspect[name]}
-                for name, seen in measured.items()
+                name: {aspect: measured(those, aspect) for aspect in self.by_aspect[name]}
+                for name, those in known.items()
             },
             *(self._spreads(name, those) for name, those in known.items()),
         )
@@ -170,6 +169,12 @@ def regimes_of(expressed: Expressed, quantity: str) -> list[str]:
 def aspects_of(expressed: Expressed) -> dict[str, str]:
     """What a run is like, by aspect."""
     return intervals.aspects(expressed.cluster, expressed.plans[0])
+
+
+def measured(runs: Sequence[Expressed], aspect: str) -> list[str]:
+    """What several sources measured of an aspect: what one alone did may be its own, not that of its chip."""
+    groups = grouped(runs, lambda each: aspects_of(each)[aspect])
+    return sorted(what for what, those in groups.items() if len({publication(one.run.source) for one in those}) > 1)
 
 
 def spread(runs: Sequence[Expressed], misses: Misses, quantity: str, regime: str) -> Spread:
