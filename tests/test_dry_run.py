@@ -151,3 +151,16 @@ def test_allocator_reuses_and_joins() -> None:
     for name in ("a", "d", "wide"):
         allocator.release(name)
     assert allocator.booked_bytes == 0
+
+
+def test_allocator_gives_segments_back_before_it_is_out_of_memory() -> None:
+    allocator, mib = CachingAllocator(limit_bytes=100 << 20), 1 << 20
+    for name in "ab":
+        allocator.allocate(name, 40 * mib)
+    allocator.release("a")
+    allocator.allocate("wide", 50 * mib)
+    assert (allocator.reserved_bytes, allocator.out_of_memory) == (90 * mib, {})
+    allocator.allocate("more", 30 * mib)
+    state = {"reserved_bytes": 90 * mib, "booked_bytes": 90 * mib}
+    assert allocator.out_of_memory == {"wanted_bytes": 30 * mib, "limit_bytes": 100 * mib} | state
+    assert allocator.peak_bytes == 120 * mib

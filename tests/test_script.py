@@ -206,6 +206,35 @@ def test_launchers_start_the_one_rank(tmp_path: Path, meshwise: Any) -> None:
     assert (done.code, done.err[:59]) == (2, "meshwise: the launcher starts 16 ranks, but --ranks is 8; m")
 
 
+CARD = """
+num_chips = 1
+levels = [{ name = "pcie", bytes_per_s = 12e9, latency_s = 3e-6 }]
+[chip]
+vendor = "nvidia"
+generation = "turing"
+memory_bytes = 16e9
+memory_bytes_per_s = 320e9
+matrix_flop_per_s = { fp16 = 65e12 }
+vector_flop_per_s = { fp32 = 8e12 }
+"""
+
+
+def test_one_card_of_ones_own(tmp_path: Path, meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the CUDA context it does not hold 15 of its 16 GB; plain `python` is no rank of torchrun's."""
+    monkeypatch.setenv("RANK", "3")
+    card = tmp_path / "card.toml"
+    card.write_text(CARD)
+    words = ("dryrun", "--device", str(card), "--json", "--", "python")
+    text = "assert 'RANK' not in os.environ\ntorch.zeros(15 * 10**9, dtype=torch.uint8, device='cuda')\n"
+    found = meshwise(*words, *written(tmp_path, text)[1:]).document
+    assert (found["fits"], found["peak_bytes"] // 10**9) == (False, 15)
+    assert found["out_of_memory"]["limit_bytes"] == 14e9
+    assert found["out_of_memory"]["place"] == {"phase": "forward", "module": "", "op": "zeros"}
+    path = written(tmp_path, "dist.init_process_group('nccl')\ntorch.ones(1, device='cuda')\n")[1]
+    assert "RANK expected, but not set; start it with torchrun" in meshwise(*words, path).err
+    assert meshwise(*words, "-m", "torch.distributed.run", path).document["fits"]
+
+
 ON_CPU = "from torch.nn.parallel import DistributedDataParallel as DDP\ndist.init_process_group('gloo')\n"
 ON_CPU += "DDP(torch.nn.Linear(3, 1))(torch.ones(3)).backward()"
 CUSTOM = """

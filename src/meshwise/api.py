@@ -887,7 +887,7 @@ def dry_run(
         program: A program: ulysses, model-2d, train, tensor-parallel, eval-lm, generate, rl.
         ranks: Ranks in the world.
         rank: The rank to be.
-        device: Chip of the catalog, whose allocator is replayed, or cpu.
+        device: A chip, or a cluster's TOML file, whose allocator is replayed; or cpu.
         quiet: Whether the program prints nothing.
         options: The options of the program, as `seq=4096`.
 
@@ -913,7 +913,7 @@ def dry_run_script(
         command: The command and its words: `["python", "train.py", "--layers", "4"]`.
         ranks: Ranks in the world.
         rank: The rank to be.
-        device: A chip of the catalog, whose allocator is replayed.
+        device: A chip of the catalog, or a cluster's TOML file, whose allocator is replayed.
         stdout: Where the program's output goes, as in `subprocess.run`.
 
     Returns:
@@ -948,10 +948,11 @@ def compare_script(
         MissingExtraError: torch is not installed.
         MeshwiseError: The program failed; the message has file and line.
     """
-    chip, ranks = estimate.cluster.chip.name, estimate.cluster.num_chips
-    outcome = dry_run_script(command, ranks=ranks, rank=rank, device=chip, stdout=stdout)
     from meshwise.runtime.script.compare import compare_script as hold
+    from meshwise.runtime.script.start import dry_run_script as play
 
+    on = estimate.cluster
+    outcome = play(command, ranks=on.num_chips, rank=rank, device=on.chip, stdout=stdout)
     return hold(outcome, estimate), outcome
 
 

@@ -111,9 +111,9 @@ def parameters(number: float, digits: int = 4) -> str:
     return with_prefix(number, "", digits).replace(" ", "").replace("G", "B")
 
 
-def of_capacity(size_bytes: float, capacity_bytes: float | None) -> str:
+def of_capacity(size_bytes: float, capacity_bytes: float | None, fits: bool | None) -> str:
     """A size beside the memory, where that is known, which is to hold it: `12 GB of 24 GB: fits`."""
-    verdict = "fits" if size_bytes <= (capacity_bytes or 0.0) else "DOES NOT FIT"
+    verdict = "fits" if fits else "DOES NOT FIT"
     held = "" if capacity_bytes is None else f" of {with_prefix(capacity_bytes, 'B')}: {verdict}"
     return with_prefix(size_bytes, "B") + held
 

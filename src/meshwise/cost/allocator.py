@@ -7,14 +7,20 @@ rest is worth keeping: 512 bytes or more in a small segment, more than 1 MiB in 
 block is booked. A freed block joins its free neighbours and stays cached. So a program's tensors may
 book more than their sum, and how much depends on the order in which they come and go.
 
+Where the device does not hold a new segment, segments of which no block is booked go back to the driver.
+If that is not enough, the program is out of memory: the replay notes the request that failed first, and
+goes on as on a device that holds anything.
+
 The first matrix multiplication also books a cuBLAS workspace that stays.
 
 Source: c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePool.cpp of PyTorch 2.13
 (expandable segments off, the default).
 """
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwise.core.files import read_catalog
 
@@ -50,11 +56,18 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class CachingAllocator:
-    """A replay of PyTorch's allocator: `allocate` and `release` by name; bytes booked now and at most."""
+    """A replay of PyTorch's allocator: `allocate` and `release` by name; bytes booked now and at most.
 
+    `limit_bytes`: what the device has for segments. `out_of_memory`: `wanted_bytes` of the request that
+    failed first, with limit, reserved and booked bytes as they were then; empty where none did.
+    """
+
+    limit_bytes: float = math.inf
     booked_bytes: int = 0
     peak_bytes: int = 0
     reserved_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    out_of_memory: dict[str, Any] = field(default_factory=dict)
     _blocks: dict[object, _Block] = field(default_factory=dict)
     _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
     _by_address: dict[int, _Block] = field(default_factory=dict)
@@ -65,12 +78,14 @@ class CachingAllocator:
         """Book a block of at least `size_bytes` under `name`; nothing is booked for zero bytes."""
         if size_bytes == 0:
             return
-        wanted = max(_round_up(size_bytes, MIN_BLOCK_BYTES), MIN_BLOCK_BYTES)
+        wanted = _round_up(size_bytes, MIN_BLOCK_BYTES)
         small = wanted <= SMALL_REQUEST_BYTES
         block = self._best_fit(wanted, small) or self._new_segment(wanted, small)
         rest = block.size_bytes - wanted
         if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_REQUEST_BYTES:
-            self._split(block, wanted)
+            left = self._place(block.address + wanted, rest, small)
+            insort(self._free[small], left.order)
+            block = self._place(block.address, wanted, small)
         block.free = False
         self._blocks[name] = block
         self.booked_bytes += block.size_bytes
@@ -83,11 +98,8 @@ class CachingAllocator:
             return
         self.booked_bytes -= block.size_bytes
         block.free = True
-        before, after = (
-            self._by_end.get(block.address),
-            self._by_address.get(block.address + block.size_bytes),
-        )
-        for neighbour in (before, after):
+        after = self._by_address.get(block.address + block.size_bytes)
+        for neighbour in (self._by_end.get(block.address), after):
             if neighbour is not None and neighbour.free:
                 free = self._free[neighbour.small]
                 del free[bisect_left(free, neighbour.order)]
@@ -96,28 +108,35 @@ class CachingAllocator:
                 block = self._place(first, block.size_bytes + neighbour.size_bytes, block.small)
         insort(self._free[block.small], block.order)
 
+    def empty_cache(self) -> None:
+        """Give the segments of which no block is booked back to the driver."""
+        for free in self._free.values():
+            for size_bytes, address in tuple(free):
+                end = address + size_bytes
+                if address not in self._by_end and end not in self._by_address:  # a whole segment
+                    free.remove((size_bytes, address))
+                    del self._by_address[address], self._by_end[end]
+                    self.reserved_bytes -= size_bytes
+
     def _best_fit(self, wanted: int, small: bool) -> _Block | None:
         free = self._free[small]
         place = bisect_left(free, (wanted, -1))
         return None if place == len(free) else self._by_address[free.pop(place)[1]]
 
     def _new_segment(self, wanted: int, small: bool) -> _Block:
-        if small:
-            size = SMALL_SEGMENT_BYTES
-        elif wanted < LARGE_REQUEST_BYTES:
-            size = MIDDLE_SEGMENT_BYTES
-        else:
-            size = _round_up(wanted, SEGMENT_ROUND_BYTES)
+        size = _round_up(wanted, SEGMENT_ROUND_BYTES)
+        if wanted < LARGE_REQUEST_BYTES:
+            size = SMALL_SEGMENT_BYTES if small else MIDDLE_SEGMENT_BYTES
+        if self.reserved_bytes + size > self.limit_bytes:
+            self.empty_cache()
+        if self.reserved_bytes + size > self.limit_bytes:
+            state = {name: getattr(self, name) for name in ("limit_bytes", "reserved_bytes", "booked_bytes")}
+            self.out_of_memory, self.limit_bytes = {"wanted_bytes": wanted} | state, math.inf
         block = self._place(self._next_address, size, small)
         self._next_address += size + MIN_BLOCK_BYTES  # no block is the neighbour of one of another segment
         self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
-
-    def _split(self, block: _Block, wanted: int) -> None:
-        rest = self._place(block.address + wanted, block.size_bytes - wanted, block.small)
-        block.size_bytes = wanted
-        self._by_end[rest.address] = block
-        insort(self._free[rest.small], rest.order)
 
     def _place(self, address: int, size_bytes: int, small: bool) -> _Block:
         """A new block, found by where it begins and ends."""

@@ -346,6 +346,11 @@ def find_chip(name: str, at: str = "") -> Chip:
     return found
 
 
+def find_device(text: str) -> Chip:
+    """The chip of the catalog called `text`, or that of a cluster's TOML file."""
+    return find_cluster(text).chip if text.endswith(".toml") else find_chip(text)
+
+
 def find_cluster(text: str) -> Cluster:
     """The cluster that `text` names: a preset, a TOML file, or either or a chip with `:count` behind it.
 

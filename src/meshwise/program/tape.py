@@ -21,7 +21,13 @@ from meshwise.core.ledger import Ledger
 from meshwise.core.units import Num
 from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
 from meshwise.machine.hardware import Chip
+from meshwise.machine.overheads import find_overheads
 
+VERDICT = ("memory_bytes", "reserved_bytes", "fits", "out_of_memory")
+"""What a dry run says of its chip: memory, the most that the allocator reserves of it, whether that suffices
+(None of no chip), and the request that failed first (`CachingAllocator`)."""
+
+_PLACE = ("phase", "module", "op")
 _MERGED_BY = (
     *("module", "op", "phase", "shape", "dtype", "flop", "read_bytes", "write_bytes", "saved_bytes"),
     *("weight_bytes", "collective", "axis", "group_size", "payload_bytes", "sent_bytes"),
@@ -52,9 +58,10 @@ class Step:
 class Tape:
     """Rows, steps and live bytes of one rank.
 
-    `allocator` and `workspace_bytes` are what the machine adds to the tensors; `measure` returns the bytes
-    that a real device says are booked, now and at most. `is_partial`: a closed form states only some of the
-    ops, and not what is alive at each.
+    `allocator` and `workspace_bytes` are what the machine adds to the tensors, `memory_bytes` what it has and
+    `context_bytes` what the process takes of it before its first tensor; `measure` returns the bytes that a
+    real device says are booked, now and at most. `is_partial`: a closed form states only some of the ops, and
+    not what is alive at each.
     """
 
     origin: str
@@ -62,6 +69,8 @@ class Tape:
     world_size: int = 1
     allocator: CachingAllocator | None = None
     workspace_bytes: int = 0
+    memory_bytes: float | None = None
+    context_bytes: float = 0.0
     measure: Callable[[], tuple[float, float]] | None = None
     is_partial: bool = False
     live_bytes: float = 0.0
@@ -94,6 +103,8 @@ class Tape:
         full = {"phase": "forward", **row, "op": op, "count": count}
         full |= {"live_bytes": self.live_bytes, "peak_bytes": self.peak_bytes}
         self._rows.append(full)
+        if self.allocator is not None and self.allocator.out_of_memory:
+            self.allocator.out_of_memory.setdefault("place", {name: full.get(name, "") for name in _PLACE})
         self._flop_since_step += count * (row.get("flop") or 0.0)
         return full
 
@@ -146,6 +157,15 @@ class Tape:
             return self.measure()[1]
         return self.peak_bytes if self.allocator is None else float(self.allocator.peak_bytes)
 
+    def verdict(self) -> dict[str, Any]:
+        """Whether the chip holds what was booked beside the process itself, as `VERDICT` lists it."""
+        replay, fits = self.allocator or CachingAllocator(), None
+        if self.memory_bytes is not None:
+            needed_bytes = self.peak_booked_bytes + self.context_bytes
+            fits = needed_bytes <= self.memory_bytes and not replay.out_of_memory
+        found = self.memory_bytes, replay.peak_reserved_bytes or None, fits, replay.out_of_memory
+        return dict(zip(VERDICT, found, strict=True))
+
     def ledger(self) -> Ledger:
         """The rows so far; equal ones are one row with a count, in the order of their first."""
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -171,7 +191,10 @@ class Tape:
 
 
 def booked_by(chip: Chip) -> dict[str, Any]:
-    """The fields of a tape that say what PyTorch books on `chip` beyond the tensors, where that is known."""
-    if chip.vendor not in ("nvidia", "amd"):
-        return {}
-    return {"allocator": CachingAllocator(), "workspace_bytes": WORKSPACE_BYTES.get(chip.generation, 0)}
+    """The fields of a tape that say what `chip` has, and what PyTorch books on it beyond the tensors."""
+    context_bytes = find_overheads(chip).context_bytes
+    fields = {"memory_bytes": chip.memory_bytes, "context_bytes": context_bytes}
+    if chip.vendor not in ("nvidia", "amd"):  # what others book is not known
+        return fields
+    allocator = CachingAllocator(chip.memory_bytes - context_bytes)
+    return fields | {"allocator": allocator, "workspace_bytes": WORKSPACE_BYTES.get(chip.generation, 0)}

@@ -110,7 +110,7 @@ def headline(estimate: Estimate) -> str:
 
 
 def _memory_text(estimate: Estimate) -> str:
-    return of_capacity(estimate.memory_bytes["total"], estimate.cluster.chip.memory_bytes)
+    return of_capacity(estimate.memory_bytes["total"], estimate.cluster.chip.memory_bytes, estimate.fits)
 
 
 def figures(estimate: Estimate) -> list[tuple[str, str]]:

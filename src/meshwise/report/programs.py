@@ -6,7 +6,7 @@ and the seconds of a cluster beside those of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,16 +28,31 @@ def rank_parts(outcome: Outcome, *, says_result: bool = False) -> Iterator[Secti
     """What a rank returned (unless the program `says_result`), and its peak."""
     if outcome.result is not None and not says_result:
         yield Text("Result", [f"result: {outcome.result}"], verbatim=True)
-    peak = of_capacity(outcome.peak_bytes, outcome.memory_bytes) if outcome.peak_bytes else "not recorded"
     steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
-    yield f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}"
+    yield from _peak(outcome, steps)
+
+
+def _peak(outcome: Outcome | ScriptOutcome, of: str = "", reached: str = "") -> Iterator[Section]:
+    """The peak, whether the chip holds it, and what the allocator reserved, or where memory ran out."""
+    held = of_capacity(outcome.peak_bytes, outcome.memory_bytes, outcome.fits)
+    peak = held + reached if outcome.peak_bytes else "not recorded"
+    yield f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{of} {peak}"
+    if failed := outcome.out_of_memory:
+        names = ("wanted_bytes", "limit_bytes", "reserved_bytes", "booked_bytes")
+        wanted, limit, reserved, used = (with_prefix(failed[name], "B") for name in names)
+        text = f"out of memory in {_place(failed.get('place', {}))}: {wanted} wanted, {reserved} reserved"
+        yield f"{text} ({used} in use) of the {limit} that the CUDA context leaves"
+    elif outcome.reserved_bytes:
+        yield f"reserved by the allocator: {with_prefix(outcome.reserved_bytes, 'B')} at most"
+
+
+def _place(row: Mapping[str, str]) -> str:
+    return " ".join(filter(None, (row.get(name, "") for name in ("phase", "module", "op"))))
 
 
 def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     """The peak with the op that made it, then tables."""
-    place = " ".join(filter(None, (outcome.peak_row.get(name, "") for name in ("phase", "module", "op"))))
-    rank = f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}"
-    yield f"{rank}: peak memory {of_capacity(outcome.peak_bytes, outcome.memory_bytes)}, reached in {place}"
+    yield from _peak(outcome, reached=f", reached in {_place(outcome.peak_row)}")
     alive = list(outcome.alive_at_peak.items())
     rest = sum(size for _, size in alive[_ROWS:])
     rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]

@@ -10,7 +10,6 @@ outlive the world they describe.
 """
 
 import warnings
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from meshwise.core.errors import PlanError
 from meshwise.core.refusals import refuse
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import find_device
 from meshwise.program.tape import Tape, booked_by
 from meshwise.runtime.fakes import DeviceFakes, Stream, leave_whole
 from meshwise.runtime.programs import find_program
@@ -34,7 +33,7 @@ FAKE_DEVICE = "fakegpu"
 def new_tape(origin: str, ranks: int, rank: int, device: str) -> Tape:
     """A tape for a rank on `device`: a chip of the catalog with its allocator, or `cpu`, which has none."""
     refuse("rank", PlanError, rank=rank, ranks=ranks, last=ranks - 1)
-    return Tape(origin, rank, ranks, **({} if device == "cpu" else booked_by(find_chip(device))))
+    return Tape(origin, rank, ranks, **({} if device == "cpu" else booked_by(find_device(device))))
 
 
 def dry_run(
@@ -55,8 +54,7 @@ def dry_run(
     try:
         with torch.autograd.set_multithreading_enabled(False), DeviceFakes(), recorder:
             result = program.main(options, context)
-        memory_bytes = None if device == "cpu" else find_chip(device).memory_bytes
-        return replace(Outcome.from_tape(tape, name, device, options, result), memory_bytes=memory_bytes)
+        return Outcome.from_tape(tape, name, device, options, result)
     except MemoryError:
         raise PlanError(f"{name}: this machine's memory does not hold lists of these sizes") from None
     except (OverflowError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.core.units import with_prefix
-from meshwise.program.tape import Step, Tape
+from meshwise.program.tape import VERDICT, Step, Tape
 from meshwise.runtime.launch import RankPlace, launch, outside_place
 from meshwise.runtime.programs import Program, find_program
 
@@ -39,7 +39,10 @@ class Outcome(Shown):
     num_steps: int | None = None
     """How many steps the program took, of a program that trains: its peak is that of all of them."""
     memory_bytes: float | None = None
-    """The memory of the chip of a dry run."""
+    """Of the chip of a dry run, as what follows (`VERDICT`)."""
+    reserved_bytes: float | None = None
+    fits: bool | None = None
+    out_of_memory: dict[str, Any] = field(default_factory=dict)
     rows_in: ClassVar[str] = "ledger"
 
     @classmethod
@@ -47,16 +50,15 @@ class Outcome(Shown):
         """The outcome that `tape` has recorded of a program with `options`."""
         steps, num_steps = tuple(tape.steps), getattr(options, "steps", None)
         place = (program, tape.world_size, tape.rank, device)
-        return cls(*place, tape.peak_booked_bytes, steps, tape.ledger(), result, num_steps)
+        return cls(*place, tape.peak_booked_bytes, steps, tape.ledger(), result, num_steps, **tape.verdict())
 
     def to_json(self) -> dict[str, Any]:
         """The document that `dryrun --json` and `run --json` print."""
         ledger = self.ledger.to_json()
         timed = [row for row in ledger if row["time_s"] is not None]
         return {
-            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device", "memory_bytes")},
+            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device", *VERDICT)},
             "peak_bytes": self.peak_bytes or None,  # nobody looked
-            "fits": None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes,
             "time_s": _seconds(timed),
             "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
             "steps": [step.to_json() for step in self.steps],

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -22,6 +23,8 @@ lengths = torch.tensor([3, 1, 2], device="cuda")
 assert [int(n) for n in lengths] == [3, 1, 2] and torch.where(lengths == 1)[0].tolist() == [1]
 assert lengths.sort().values.tolist() == [1, 2, 3] and torch.equal(lengths, lengths.clone())
 dist.all_reduce_coalesced([x, x, x])
+offloaded = fully_shard(torch.nn.Linear(8, 8, device="meta"), offload_policy=CPUOffloadPolicy())
+torch.nn.init.normal_(offloaded.to_empty(device="cpu").weight)
 signal = torch.ones(2, 64, 19, device="cuda", requires_grad=True)
 torch.nn.Conv1d(64, 64, 4, groups=64).cuda()(signal).sum().backward()
 q = torch.ones(64, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch._dynamo
 import torch._inductor
@@ -25,7 +26,7 @@ import torch.multiprocessing
 
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import Chip
 from meshwise.program.tape import booked_by
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.launch import die_with_parent
@@ -33,17 +34,20 @@ from meshwise.runtime.script.cuda import supply_cuda_module, supply_cuda_objects
 from meshwise.runtime.script.files import Files
 from meshwise.runtime.script.process_group import FAILED, Letters, supply_process_groups
 from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
-from meshwise.runtime.script.start import BEGUN, OWNER, REPORT
+from meshwise.runtime.script.start import BEGUN, OWNER, REPORT, rank_environment
 from meshwise.runtime.script.tensors import supply_tensors
 from meshwise.runtime.script.values import Guesses, ScriptMode, place_of
 from meshwise.runtime.torch_private import fsdp_param
+
+_SENTENCES = r".{,300}$|.{,300}\.(?= )|.{,300}"
+"""A line, or those of its sentences that end within 300 characters."""
 
 
 def install(settings: dict[str, Any]) -> None:
     """Become rank `settings["rank"]`; the report is written when the process ends."""
     os.environ[OWNER] = str(os.getpid())
     rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
-    device, chip = rank % devices, find_chip(settings["chip"])
+    device, chip = rank % devices, msgspec.convert(settings["chip"], Chip)
     if rank != settings["asked"]:
         die_with_parent(os.getppid())
     tape = ScriptTape("dry_run", rank, ranks, **booked_by(chip))
@@ -56,7 +60,7 @@ def install(settings: dict[str, Any]) -> None:
     supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
     supply_tensors(guesses)
     Files(rank, guesses).supply()
-    _supply_launchers(ranks, device)
+    _supply_launchers(settings, device)
     fsdp_param._chunk_with_empty = Parts
     torch.autograd.set_multithreading_enabled(False)
     recorder.watch_modules()
@@ -93,7 +97,7 @@ class _Report:
             known = read_catalog("scripts.toml")["remedies"].items()
             with_remedy = (remedy for pattern, remedy in known if re.search(pattern, text))
             self._failure = {
-                "error": text.splitlines()[0][:300],
+                "error": re.findall(_SENTENCES, text.splitlines()[0])[0].removesuffix("."),
                 "place": "" if is_refused else place_of(reversed([*traceback.walk_tb(trace)])),
                 "remedy": next(with_remedy, ""),
             }
@@ -118,18 +122,18 @@ class _Report:
         (self._folder / REPORT).write_text(json.dumps(report))
 
 
-def _supply_launchers(ranks: int, device: int) -> None:
+def _supply_launchers(settings: dict[str, Any], device: int) -> None:
     """torchrun and mp.spawn start this one rank only."""
 
     def launch(config: Any, entrypoint: str) -> Callable[..., None]:
-        started = config.max_nodes * config.nproc_per_node
+        started, ranks = config.max_nodes * config.nproc_per_node, settings["ranks"]
         if started != ranks:
             raise PlanError(f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal")
 
         def start(*words: str) -> None:
-            del os.environ[OWNER]
             sys.stdout.flush()
-            code = subprocess.call([str(entrypoint), *words])
+            environment = rank_environment(settings, launched=True)
+            code = subprocess.call([str(entrypoint), *words], env=environment)
             os.environ[OWNER] = ""
             os._exit(code)
 

@@ -26,6 +26,7 @@ import torch.cuda.nvtx
 import torch.cuda.random
 
 from meshwise.core.files import read_catalog
+from meshwise.cost.allocator import CachingAllocator
 from meshwise.machine.hardware import Chip
 from meshwise.runtime.fakes import DeviceEvent, Silent, Stream
 from meshwise.runtime.script.recording import ScriptTape
@@ -152,24 +153,29 @@ def _memory(tape: ScriptTape, memory_bytes: int) -> dict[str, Callable[..., Any]
     def figure(bytes_now: Callable[[], float]) -> Callable[..., int]:
         return lambda *_, **__: int(bytes_now())
 
+    free_bytes = memory_bytes - tape.context_bytes
     current, peak = figure(lambda: tape.current_booked_bytes), figure(lambda: tape.recent_peak_bytes)
-    reserved = figure(lambda: tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes)
-    kinds = {"allocated": (current, peak), "active": (current, peak), "reserved": (reserved, reserved)}
+    cache = tape.allocator or CachingAllocator()
+    reserved = figure(lambda: max(cache.reserved_bytes, tape.current_booked_bytes))
+    most_reserved = figure(lambda: max(cache.peak_reserved_bytes, tape.peak_booked_bytes))
+    kinds = {"allocated": (current, peak), "active": (current, peak), "reserved": (reserved, most_reserved)}
 
     def statistics(*_: Any, **__: Any) -> dict[str, int]:
-        now = {f"{kind}_bytes.all.current": one() for kind, (one, _) in kinds.items()}
-        now |= {f"{kind}_bytes.all.peak": most() for kind, (_, most) in kinds.items()}
-        return defaultdict(int, now | dict.fromkeys(("num_ooms", "num_alloc_retries"), 0))
+        now = {"num_ooms": int(bool(cache.out_of_memory)), "num_alloc_retries": 0}
+        for kind, (one, most) in kinds.items():
+            now |= {f"{kind}_bytes.all.current": one(), f"{kind}_bytes.all.peak": most()}
+        return defaultdict(int, now)
 
     return {
         "memory_allocated": current,
         "max_memory_allocated": peak,
         "memory_reserved": reserved,
-        "max_memory_reserved": reserved,
+        "max_memory_reserved": most_reserved,
+        "empty_cache": cache.empty_cache,
         "memory_stats": statistics,
         "reset_peak_memory_stats": tape.reset_peak,
         "memory_snapshot": lambda *_, **__: [],
-        "mem_get_info": lambda *_: (max(memory_bytes - reserved(), 0), memory_bytes),
+        "mem_get_info": lambda *_: (max(int(free_bytes) - reserved(), 0), memory_bytes),
     }
 
 

@@ -13,7 +13,7 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -155,17 +155,11 @@ def supply_process_groups(
             recorder.name_axis(group, _axis(how.get("group_desc"), among))
         return group, store
 
-    def rendezvous(url: str, place: int = -1, size: int = -1, **_: Any) -> Iterator[Any]:
-        yield _Store(), rank if place < 0 else place, ranks if size < 0 else size
-
-    def get_backend(group: Any = None) -> str:
-        return named[(group or c10d._get_default_group()).group_name]
-
     c10d._new_process_group_helper = new_group
-    c10d.rendezvous = rendezvous
+    vars(private.rendezvous).update(TCPStore=_Store, FileStore=_Store)
     c10d._get_default_timeout = lambda _: c10d.default_pg_timeout
     stand_ins = {
-        "get_backend": get_backend,
+        "get_backend": lambda group=None: named[(group or c10d._get_default_group()).group_name],
         **_objects(rank, guesses),
         "send_object_list": letters.send,
         "recv_object_list": letters.receive,

@@ -88,6 +88,7 @@ class ScriptTape(Tape):
         last_step = Tape(self.origin, self.rank, self.world_size, _rows=self._rows[start:end])
         return {
             "peak_bytes": self.peak_booked_bytes,
+            **self.verdict(),
             "tensors_peak_bytes": self.peak_bytes,
             "peak_row": self.peak_row,
             "alive_at_peak": {what: size for what, size in alive.most_common() if size},
@@ -119,10 +120,8 @@ class ScriptRecorder(OpRecorder):
         devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if not any(isinstance(one, torch.device) and one.type == "cuda" for one in devices):
             return func(*args, **(kwargs or {}))
-        if torch.is_inference_mode_enabled():
-            parts = self._in_parts(func, args, kwargs or {})
-            if parts is not NotImplemented:
-                return parts
+        if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
+            return self._in_parts(func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.tape.unnamed and "empty" in func._opname:  # which writes no row
             self.tape.name(self._place(func._opname))
@@ -135,13 +134,10 @@ class ScriptRecorder(OpRecorder):
 
     def _in_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op that torch takes apart for autograd, which `inference_mode` leaves out."""
-        if func.namespace != "aten":
-            return NotImplemented
+        is_attention = func is torch.ops.aten.scaled_dot_product_attention.default
         TorchDispatchMode.__enter__(self)
         try:
-            if func is torch.ops.aten.scaled_dot_product_attention.default:
-                return attend(*args, **kwargs)
-            return func.decompose(*args, **kwargs)
+            return (attend if is_attention else func.decompose)(*args, **kwargs)
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +15,15 @@ from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import Chip, find_device
+from meshwise.program.tape import VERDICT
 from meshwise.runtime.profile import hooked, run_command
 
 OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
 REPORT, REFUSED, BEGUN = "report.json", "refused", "begun"
 _AS_THEY_ARE = (
-    *("program", "ranks", "rank", "device", "memory_bytes", "peak_bytes", "tensors_peak_bytes"),
+    *("program", "ranks", "rank", "device", *VERDICT, "peak_bytes", "tensors_peak_bytes"),
     *("states_bytes", "num_steps", "guesses"),
 )
 """Fields of an outcome that its document has under their names."""
@@ -37,7 +38,10 @@ class ScriptError(MeshwiseError):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ScriptOutcome(Shown):
-    """One rank of a user's program. `ledger` is the whole program, `step_ledger` its last whole step."""
+    """One rank of a user's program. `ledger` is the whole program, `step_ledger` its last whole step.
+
+    Whether it fits: `meshwise.program.tape.VERDICT`.
+    """
 
     program: str
     ranks: int
@@ -45,6 +49,9 @@ class ScriptOutcome(Shown):
     device: str
     memory_bytes: float
     peak_bytes: float
+    reserved_bytes: float | None
+    fits: bool
+    out_of_memory: dict[str, Any]
     tensors_peak_bytes: float
     peak_row: dict[str, Any]
     alive_at_peak: dict[str, float]
@@ -70,7 +77,6 @@ class ScriptOutcome(Shown):
         """The document that `dryrun --json -- COMMAND` prints."""
         return {
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
-            "fits": self.peak_bytes <= self.memory_bytes,
             "steps": [],
             "peak": {name: self.peak_row.get(name) for name in ("module", "op", "phase", "shape")},
             "alive_at_peak": [{"what": what, "bytes": size} for what, size in self.alive_at_peak.items()],
@@ -81,17 +87,17 @@ class ScriptOutcome(Shown):
 
 
 def dry_run_script(
-    command: Sequence[str], *, ranks: int, rank: int = 0, device: str, stdout: Any = None
+    command: Sequence[str], *, ranks: int, rank: int = 0, device: str | Chip, stdout: Any = None
 ) -> ScriptOutcome:
     """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
     refuse("rank of a script", PlanError, device=device, rank=rank, ranks=ranks, last=ranks - 1, argv=command)
-    chip, text = find_chip(device), shlex.join(command)
+    chip, text = device if isinstance(device, Chip) else find_device(device), shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
         # torch's stand-in for CUDA, made for fakes, knows eight devices of a host
         devices = int(min(chip.levels[0].ranks, ranks, 8)) if chip.levels else 1
-        place = {"asked": rank, "rank": rank, "ranks": ranks, "devices": devices}
+        place = {"asked": rank, "rank": rank, "ranks": ranks, "devices": devices, "chip": asdict(chip)}
         search = [str(_PACKAGE), *sys.path]
-        settings = {"command": list(command), "search": search, "folder": folder, "chip": chip.name, **place}
+        settings = {"command": list(command), "search": search, "folder": folder, **place}
         (Path(folder) / f"started-{rank}").touch()
         exit_code, _ = run_command(command, rank_environment(settings), stdout)
         path = Path(folder) / REPORT
@@ -104,20 +110,19 @@ def dry_run_script(
     refuse("script", ScriptError, command=text, report=report, **ended)
     del report["failure"]
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
-    report |= {"device": device, "memory_bytes": chip.memory_bytes}
-    return ScriptOutcome(program=text, ranks=ranks, rank=rank, **report)
+    return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=chip.name, **report)
 
 
-def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
-    """What torchrun would set, and the settings of the hook."""
+def rank_environment(settings: dict[str, Any], *, launched: bool = False) -> dict[str, str]:
+    """The settings of the hook, and what torchrun sets: of one rank only where it is `launched`."""
     rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
     place = {
         "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
         "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": -(-ranks // devices), "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": ranks, "ROLE_NAME": "default", "MASTER_ADDR": "localhost", "MASTER_PORT": 29500,
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
-        "NGPU": ranks, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
     }  # fmt: skip
-    environment = hooked(os.environ | {name: str(value) for name, value in place.items()})
-    environment.pop(OWNER, None)
-    return environment | {"MESHWISE_SCRIPT": json.dumps(settings)}
+    environment = {name: value for name, value in os.environ.items() if name not in {*place, OWNER}}
+    environment |= {name: str(value) for name, value in place.items() if launched or ranks > 1}
+    environment |= {"NGPU": str(ranks), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
+    return hooked(environment) | {"MESHWISE_SCRIPT": json.dumps(settings)}

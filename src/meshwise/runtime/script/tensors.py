@@ -38,9 +38,8 @@ def supply_tensors(guesses: Guesses) -> None:
     def known(self: torch.Tensor) -> torch.Tensor:
         value = shadow_of(self)
         if value is None:
-            guesses.add(
-                "the values of a tensor", "1 everywhere (0 for bools; ends of documents equally far apart)"
-            )
+            assumed = "1 everywhere (0 for bools; ends of documents equally far apart)"
+            guesses.add("the values of a tensor", assumed)
             value = torch.full(self.shape, self.dtype != torch.bool, dtype=self.dtype)
         return value
 
@@ -225,6 +224,5 @@ def _block_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: int, KV_LEN: int, *_: Any,
     """A mask that nobody looks into."""
     blocks = torch.ones((B or 1, H or 1, -(-Q_LEN // 128)), dtype=torch.int32)
     order = torch.zeros((*blocks.shape, -(-KV_LEN // 128)), dtype=torch.int32)
-    return flex_attention.BlockMask.from_kv_blocks(
-        blocks, order, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
-    )
+    sizes = (Q_LEN, KV_LEN)
+    return flex_attention.BlockMask.from_kv_blocks(blocks, order, mask_mod=mask_mod, seq_lengths=sizes)

@@ -100,6 +100,9 @@ class ScriptMode(DeviceFakes):
             if tensors or not _is_large(args, kwargs):
                 return _completed(func, args, func(*args, **kwargs))
             kwargs.setdefault("device", torch.device("cpu"))
+        if not fakes and func._can_decompose():  # below autograd: torch would run it as a whole on the device
+            with self:
+                return func.decompose(*args, **kwargs)
         return _completed(func, args, self._on_shapes(func, types, args, kwargs, tensors, fakes))
 
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
