@@ -54,7 +54,7 @@ def rollout_pool(
     engine = engine.on(serving.cluster.chip, serving.dp // serving.engines)
     engine = replace(engine, front_s=0.0, front_token_s=0.0, reply_s=0.0)
     tokens = cache_tokens(serving)
-    if tokens < rollouts.longest * serving.groups:
+    if tokens < rollouts.longest * serving.dp:
         return RolloutPool(serving, num, None)
     most = min(batches * rollouts.num_groups * rollouts.samples, engine.max_sequences * serving.groups)
     times = tabulate(serving, engine, rollouts.longest, -(-most // serving.groups))
@@ -212,7 +212,7 @@ def engine_layouts(
             )  # fmt: skip
         except MeshwiseError:  # heads or experts do not divide
             return False
-        return cache_tokens(found) >= rollouts.longest * found.groups
+        return cache_tokens(found) >= rollouts.longest * found.dp
 
     for gpus in (size for size in SIZES if size <= cluster.num_chips):
         whole = Plan(tp=gpus, dtype=dtype)

@@ -100,7 +100,7 @@ class ServingAnswer(Shown):
     @property
     def max_sequences(self) -> int:
         """Sequences of the whole instance for which there is memory."""
-        return est.max_sequences(self.serving) * self.serving.groups
+        return est.max_sequences(self.serving) * self.serving.dp
 
     @property
     def first_token_s(self) -> float:
@@ -206,7 +206,7 @@ def answer(
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
     """Numbers of running sequences to show; by default powers of two of sequences, up to what fits."""
     for count in sequences:
-        refuse("sequences", WorkloadError, count=count, of=serving, pp=serving.mesh.pp)
+        refuse("sequences", WorkloadError, count=count, of=serving)
     return tuple(sequences) or tuple(est.batches(serving))
 
 

@@ -375,7 +375,7 @@ def cache_tokens(serving: Serving) -> int:
     """Tokens of all sequences for which the caches of the instance have room."""
     memory = memory_bytes(serving, 1.0)
     token = float(memory["cache"]) / (serving.prompt + serving.output)
-    return max(int(room_bytes(serving, memory) / token), 0) * serving.groups
+    return max(int(room_bytes(serving, memory) / token), 0) * serving.dp
 
 
 def under_load(
@@ -396,8 +396,8 @@ def under_load(
 
 
 def has_room(fleet: Fleet) -> bool:
-    """Whether every group of each pool has room for one request."""
-    return all(cache_tokens(of) >= (of.prompt + of.output) * of.groups for of, _ in fleet.pools)
+    """Whether every dp rank of each pool has room for one request."""
+    return all(cache_tokens(of) >= (of.prompt + of.output) * of.dp for of, _ in fleet.pools)
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:

@@ -154,11 +154,12 @@ def mean_pass(serving: Serving, sequences: Num, engine: Engine | None) -> est.Pr
 
 def sequences_within(serving: Serving, token_s: float, engine: Engine | None = None) -> int:
     """The most sequences of the instance that fit and get a token each `token_s`; 0 if none does."""
-    counts = np.arange(1.0, est.max_sequences(serving) + 1.0)
+    counts = np.arange(1.0, est.max_sequences(serving) + 1.0)  # of a dp rank
     if not counts.size:
         return 0
-    quick = counts[np.asarray(mean_pass(serving, counts, engine).total_s) <= token_s]
-    return int(quick[-1]) * serving.groups if quick.size else 0
+    each = np.ceil(counts / serving.mesh.pp)
+    quick = counts[np.asarray(mean_pass(serving, each, engine).total_s) <= token_s]
+    return int(quick[-1]) * serving.dp if quick.size else 0
 
 
 def with_prompts_s(
@@ -178,15 +179,16 @@ def with_prompts_s(
 
 
 def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = None) -> list[dict[str, Any]]:
-    """What each number of running sequences of the whole instance gives; they divide by its groups.
+    """What each number of running sequences of the whole instance gives; they divide by its dp ranks.
 
     `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
     instance takes the prompts too (`with_prompts_s`).
     """
     num_chips, room = serving.num_chips, serving.usable_bytes
-    each = np.array(sequences, dtype=np.float64) / serving.groups
-    time, memory = mean_pass(serving, each, engine).time_s, est.memory_bytes(serving, each)
-    per_pass = each * serving.groups / serving.engines / serving.output
+    counts = np.array(sequences, dtype=np.float64)
+    each = np.ceil(counts / serving.groups)
+    time = mean_pass(serving, each, engine).time_s
+    memory, per_pass = est.memory_bytes(serving, counts / serving.dp), counts / serving.engines / serving.output
     launched_s = prompt_launches_s(serving, engine, serving.prompt) if engine else 0.0
     spent_s = with_prompts_s(
         sum(time.values()), est.prompt_s(serving), est.prompt_alone_s(serving), per_pass,
@@ -202,7 +204,7 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
         time_s, used = of(i, time), of(i, memory)
         token_s, total = sum(time_s.values()), sum(used.values())
         tokens_per_s = count / token_s
-        routed = count * checked // int(serving.mesh.pp)
+        routed = int(each[i]) * serving.dp * checked
         experts = moe and summary(moe, routed, serving.expert_shares)
         with_prefill_per_s = count / np.broadcast_to(spent_s, each.shape)[i]
         rates = {"tokens_per_s": tokens_per_s, "with_prefill_per_s": float(with_prefill_per_s)}

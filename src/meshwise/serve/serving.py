@@ -8,8 +8,9 @@ A pipeline has a batch of its own in each stage, so that all work; a *group* is 
 pass takes what all batches take at the slowest stage: pp x (its time + that of a message to the next).
 A prompt that is alone takes the sum of the stages, and a message from each to the next.
 
-Memory of a rank: weights, the cache of all its sequences at full length, what the largest pass works on, and
-the process's context. Arrays of sequences broadcast.
+Memory of a rank: weights, the cache of all sequences of its dp rank at full length (one pool of blocks for
+all its batches, as in vLLM), what the largest pass works on, and the process's context. With fewer sequences
+than stages some have no batch, and a pass takes as long. Arrays of sequences broadcast.
 """
 
 from __future__ import annotations
@@ -344,9 +345,10 @@ def _spent_on(op: Op) -> str:
 
 
 def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
-    """Bytes of one rank with `sequences` at full length in each group, by what they hold."""
+    """Bytes of one rank with `sequences` at full length on each dp rank, by what they hold."""
     working = price_pass(serving, serving.largest_prefill).memory
-    full = price_pass(serving, serving.decode(sequences, serving.prompt + serving.output - 1.0)).memory
+    each = sequences / serving.mesh.pp
+    full = price_pass(serving, serving.decode(each, serving.prompt + serving.output - 1.0)).memory
     if serving.speculation is not None:
         draft = memory_bytes(serving.speculation.draft, sequences)
         full = replace(full, weights=full.weights + draft["weights"], cache=full.cache + draft["cache"])
@@ -365,11 +367,11 @@ def weight_bytes(serving: Serving) -> float:
 
 def sequence_bytes(serving: Serving) -> float:
     """Bytes of the cache of one sequence at full length, on the fullest rank of those that hold it."""
-    return float(memory_bytes(serving, 1.0)["cache"]) / float(serving.mesh.pp)
+    return float(memory_bytes(serving, 1.0)["cache"])
 
 
 def memory_of_one(serving: Serving) -> dict[str, float]:
-    """`memory_bytes` with one sequence a group, their `total`, and what is `usable` of a GPU's memory."""
+    """`memory_bytes` with one sequence a dp rank, their `total`, and what is `usable` of a GPU's memory."""
     memory = {name: float(value) for name, value in memory_bytes(serving, 1.0).items()}
     return {**memory, "total": sum(memory.values()), "usable": serving.usable_bytes}
 
@@ -380,7 +382,7 @@ def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:
 
 
 def max_sequences(serving: Serving) -> int:
-    """Sequences at full length for which every group has room; 0 if not even the weights fit."""
+    """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
     memory = memory_bytes(serving, 1.0)
     return max(int(room_bytes(serving, memory) // float(memory["cache"])), 0)
 
@@ -453,10 +455,10 @@ def token_pass(serving: Serving, sequences: Num) -> PricedPass:
 
 
 def batches(serving: Serving) -> list[int]:
-    """Sequences of the instance worth a row: powers of two a group, and the most that fit."""
+    """Sequences of the instance worth a row: powers of two a dp rank, and the most that fit."""
     most = max_sequences(serving)
     counts = [2**i for i in range(20) if 2**i < most] + ([most] if most else [])
-    return [count * serving.groups for count in counts]
+    return [count * serving.dp for count in counts]
 
 
 def notes(serving: Serving) -> list[str]:
@@ -489,7 +491,7 @@ def _measured_notes(serving: Serving) -> Iterator[str]:
 
     def passes_s(*tables: MeasuredCollective) -> list[float]:
         of = replace(serving, machine=replace(serving.machine, collectives=tables))
-        tokens = token_pass(of, np.array([1.0, max(max_sequences(serving), 1)]))
+        tokens = token_pass(of, np.array([1.0, max(max_sequences(serving) // int(serving.mesh.pp), 1)]))
         passes = price_pass(of, of.largest_prefill), tokens
         return [float(seconds) for one in passes for seconds in np.ravel(one.total_s)]
 

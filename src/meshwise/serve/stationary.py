@@ -8,10 +8,13 @@ and per token after it are known within `PRECISION`:
 - the end: requests that are sent less than the mean duration of one before the last;
 - the interval of a mean holds it 19 times of 20, judging by how long a request is like those before it.
 
-A queue grows without end where more and more requests are under way, 199 times of 200 not by chance, in two
+A queue grows without end where more and more requests are under way, 9,999 times of 10,000 not by chance, in two
 simulations of which the second has twice as many requests. Then times depend on how long one measures, and
 the rate at which requests end is the most that the server can hold. Nothing has settled while the number
-rises by more than its standard error.
+rises by more than its standard error. The rate at which requests come is known, not how many came by chance:
+what these add to the number is taken out as far as it follows them (control variates: Lavenberg, Welch 1981).
+Of a server that never waits that is nothing; of one that always has work it is all of them, and the rate of
+those that end, which is far steadier, is compared to the rate that was asked for.
 """
 
 import math
@@ -34,8 +37,8 @@ FIRST_REQUESTS, MOST_REQUESTS = 2_000, 64_000
 LEAST_LENGTHS, SOKAL = 50, 5.0
 """For how many tau a series must go on until tau is known; of which tau is the sum."""
 
-NUM_SPANS, STUDENT_199 = 20, 2.861
-"""Spans of time in which the number under way is compared; Student's t of one less, one sided at 99.5 %."""
+NUM_SPANS, STUDENT_9999 = 20, 4.590
+"""Spans of time in which the number under way is compared; Student's t of one less, one sided at 99.99 %."""
 
 NORMAL_95 = 1.96
 
@@ -118,9 +121,9 @@ def settled(
         if most_s < 4.0 * least_s and not is_last:
             num *= 2
             continue
-        found = window(served, least_s, most_s)
+        found = window(served, least_s, most_s, stream.rate)
         is_long = num >= 10 * served.peak_sequences  # so that most are served while no more find room
-        grows = found.rise > STUDENT_199 and not stream.concurrency
+        grows = found.rise > STUDENT_9999 and not stream.concurrency
         if grows and ((grew and is_long) or is_last):
             return _growing(found, served), served, requests
         if found.is_settled or is_last:
@@ -166,8 +169,13 @@ def _full_sessions(requests: Requests, served: Served) -> tuple[float, float]:
     return float(sent_s.min() + 2.0 * (served.last_s[ends] - sent_s).mean()), float(sent_s.max())
 
 
-def window(served: Served, least_s: float = 0.0, most_s: float = math.inf) -> CountedWindow:
-    """The requests of a simulation that count, between its warm-up and its end; sent in these times."""
+def window(
+    served: Served, least_s: float = 0.0, most_s: float = math.inf, rate: float | None = None
+) -> CountedWindow:
+    """The requests of a simulation that count, between its warm-up and its end; sent in these times.
+
+    `rate`: requests a second that were asked for; None of clients in a closed loop.
+    """
     order = np.argsort(served.sent_s, kind="stable")
     sent_s, last_s = served.sent_s[order], served.last_s[order]
     stop_s = min(sent_s[-1] - (last_s - sent_s).mean(), most_s)
@@ -185,7 +193,7 @@ def window(served: Served, least_s: float = 0.0, most_s: float = math.inf) -> Co
         requests_per_s=float(ends.sum()) / over_s,
         output_tokens_per_s=float(served.output[order][ends].sum()) / over_s,
         half_frac={name: _half_frac(one[warm_up:]) for name, one in zip(names, series, strict=True)},
-        rise=_rise(sent_s, last_s, start_s, stop_s),
+        rise=_rise(sent_s, last_s, np.linspace(start_s, stop_s, NUM_SPANS + 1), rate),
     )  # fmt: skip
 
 
@@ -229,10 +237,11 @@ def _half_frac(series: Seconds) -> float:
     return NORMAL_95 * float(series.std() / series.mean()) * min(wider * (tau / num) ** 0.5, 1.0)
 
 
-def _rise(sent_s: Seconds, last_s: Seconds, start_s: float, stop_s: float) -> float:
-    """How much the number of requests under way rises, over the standard error of that."""
-    edges = np.linspace(start_s, stop_s, NUM_SPANS + 1)
-    under_way = np.searchsorted(sent_s, edges) - np.searchsorted(np.sort(last_s), edges)
-    gained = np.diff(under_way)
-    error = float(gained.std(ddof=1)) / NUM_SPANS**0.5
+def _rise(sent_s: Seconds, last_s: Seconds, edges: Seconds, rate: float | None) -> float:
+    """How much the number of requests under way rises between `edges`, over the standard error of that."""
+    came, ended = (np.diff(np.searchsorted(of_s, edges)) for of_s in (sent_s, np.sort(last_s)))
+    gained = came - ended
+    if rate is not None and (by_chance := came - rate * np.diff(edges)).any():
+        gained = gained - np.cov(gained, came)[0, 1] / came.var(ddof=1) * by_chance
+    error = float(gained.std(ddof=1)) / len(gained) ** 0.5
     return float(gained.mean()) / error if error else 0.0
