@@ -191,6 +191,23 @@ def test_torchtitan_accepts_it() -> None:
     assert last_line(code, job.arguments) == "8 4 10 always 32 64 4096 4"
 
 
+def test_accelerate_and_transformers_accept_what_peft_is_told(tmp_path: Path) -> None:
+    """`zero=3` of 4-bit weights: FSDP2, which shards numbers of floating types alone."""
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from transformers import BitsAndBytesConfig
+
+    plan = "zero=3,lora_rank=16,frozen_dtype=int4,recompute=full,optimizer=adam-fp32,loss_chunks=8"
+    job = mw.launch("llama3-8b", "rtx-4090:2", plan, to="peft", batch=16, seq=2048)
+    job.write(tmp_path)
+    config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (config.num_processes, config.distributed_type.value) == (2, "FSDP")
+    assert config.fsdp_config["fsdp_version"] == 2 and config.fsdp_config["fsdp_reshard_after_forward"]
+    (words,) = re.findall(r"BitsAndBytesConfig\(([^()]*)\)", job.files[0].text)
+    quantized = eval(f"BitsAndBytesConfig({words})", {"BitsAndBytesConfig": BitsAndBytesConfig})
+    assert quantized.bnb_4bit_quant_storage.is_floating_point
+
+
 def test_accelerate_accepts_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file

@@ -388,12 +388,21 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
     assert "bnb_4bit_use_double_quant=True" in (text := ast.unparse(scripts["peft"]))
     assert "target_modules='all-linear'" in text  # of models that join layers too
     several = mw.launch("Qwen/Qwen2.5-0.5B", "4090:4", f"{plan},zero=0", to="peft", **words)
-    assert "torchrun --nnodes 1 --nproc-per-node 4" in several.command and not several.not_expressed
+    assert "accelerate launch --config_file" in several.command and not several.not_expressed
+    assert "MULTI_GPU" in several.files[1].text and "fsdp" not in several.files[1].text
     assert '"Qwen/Qwen2.5-0.5B"' in several.files[0].text  # of which the preset's source alone tells
     found = mw.search(
         "Qwen/Qwen3-8B", "4090:4", plan="lora_rank=16,frozen_dtype=int4", to="peft", batch=16, seq=2048
     )
     assert found.best[0].plan.implementation == "huggingface" and found.bases[0].runs_in == ("peft",)
+    large = mw.search(
+        "llama2-70b", "a100-40g-sxm:8", plan="lora_rank=16,frozen_dtype=int4", to="peft", batch=16, seq=2048
+    )
+    several = mw.launch("llama2-70b", "a100-40g-sxm:8", large.best[0].plan, to="peft", batch=16, seq=2048)
+    assert large.best[0].plan.zero >= 2 and "distributed_type: FSDP" in several.files[1].text
+    assert 'quant_storage="bfloat16"' in several.files[0].text and not several.not_expressed
+    full = mw.launch("qwen3-0.6b", "4090:1", "optimizer=adam-bf16,loss_chunks=8", to="peft", **words)
+    assert "import LoraConfig" not in full.files[0].text and "BitsAndBytes" not in full.files[0].text
     tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
     recipe = ("lora_finetune_single_device", "--config", "llama3_1/8B_qlora_single_device")
     assert tune.arguments[:3] == recipe

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import meshwise as mw
 from data_tables import csv_rows, table
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.adverse import together
 from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.launch.read import read_job
-from meshwise.launch.settings import TRAINING
+from meshwise.launch.settings import SEARCHED, TRAINING
 from meshwise.launch.write import launch
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model
@@ -161,6 +162,17 @@ def test_a_framework_is_searched_for_what_it_says_whole(to: str, tmp_path: Path)
         job = read_job(script, 8)
         again = estimate(*LLAMA_8, job.plan, replace(one.workload, microbatch=job.microbatch))
         assert (again.step_s, again.memory_bytes) == (one.step_s, one.memory_bytes)
+
+
+@pytest.mark.parametrize("to", SEARCHED)
+def test_one_card_is_searched_for_every_framework(to: str) -> None:
+    """Keys that change nothing there are asked of none, and what is found is what is written."""
+    job, work = ("qwen3-0.6b", "rtx-4090:1"), {"batch": 4, "seq": 2048, "to": to}
+    best = mw.search(*job, **work).best[0]
+    written = mw.launch(*job, best.plan, microbatch=best.workload.microbatch, **work)
+    assert not written.not_expressed and written.runs_as_priced
+    with pytest.raises(mw.MeshwiseError, match=f"{to} has no layout=2d; it has 1d"):
+        mw.search(*job, "layout=2d", **work)
 
 
 def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:

@@ -17,6 +17,7 @@ from meshwise.launch.tables import OF_TRAINER
 
 TRAINER = "transformers-trainer"
 """The arguments of the Hugging Face Trainer, written `--name`, which go with DeepSpeed and Accelerate."""
+_BUILDS_ON = {"megatron-bridge": "megatron-lm", "peft": "accelerate"}
 _TYPES = {"int": int, "float": float, "bool": bool, "flag": bool}
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
 """Types of numbers by their names in torch, in which Megatron keeps 8-bit states as bytes."""
@@ -46,16 +47,14 @@ class Framework(msgspec.Struct, frozen=True):
 
 @cache
 def framework_arguments(name: str) -> Framework:
-    """The list of `name`, with the Trainer's for DeepSpeed and Accelerate, with Megatron-LM's for Bridge."""
+    """The list of `name`, with that of the software that it builds on."""
     texts = map(catalog_text, ("framework_arguments.json", "rl_arguments.json"))
     lists = ChainMap(*(msgspec.json.decode(text, type=dict[str, Framework]) for text in texts))
-    found = lists[name]
     if name in OF_TRAINER:
-        trainer = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}
-        found = msgspec.structs.replace(found, arguments=found.arguments | trainer)
-    if name == "megatron-bridge":
-        found = msgspec.structs.replace(found, arguments=lists["megatron-lm"].arguments | found.arguments)
-    return found
+        others = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}
+    else:
+        others = lists[_BUILDS_ON[name]].arguments if name in _BUILDS_ON else {}
+    return msgspec.structs.replace(lists[name], arguments=others | lists[name].arguments)
 
 
 def with_version(name: str) -> str:

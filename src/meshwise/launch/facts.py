@@ -167,17 +167,15 @@ def _chunks_of(num_layers: int | None, pp: int | None, layers_per_chunk: int | N
 
 
 def _layout_stages(text: str) -> tuple[int, ...]:
-    sizes = []
     plain = text.replace(",", "").replace(" ", "")
     while group := re.search(r"\(([^()]*)\)\*(\d{1,4})", plain):
         plain = plain[: group.start()] + group[1] * int(group[2]) + plain[group.end() :]
         if len(plain) > MOST_LAYOUT:
             raise DataError(f"--pipeline-model-parallel-layout has more than {MOST_LAYOUT} characters")
-    for stage in plain.split("|"):
-        if not re.fullmatch(r"(E|L|m|t(\*\d+)?)*", stage):
-            raise DataError(f"--pipeline-model-parallel-layout {text} is not understood at {stage!r}")
-        sizes.append(sum(int(count or 1) for count in re.findall(r"t(?:\*(\d+))?", stage)))
-    return tuple(sizes)
+    stages = plain.split("|")
+    if wrong := [stage for stage in stages if not re.fullmatch(r"(E|L|m|t(\*\d+)?)*", stage)]:
+        raise DataError(f"--pipeline-model-parallel-layout {text} is not understood at {wrong[0]!r}")
+    return tuple(sum(int(num or 1) for num in re.findall(r"t(?:\*(\d+))?", stage)) for stage in stages)
 
 
 _FUNCTIONS = {

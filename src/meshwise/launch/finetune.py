@@ -5,6 +5,7 @@ reads JSON lines with a "text" each, packs them, and leaves what a plan does not
 to the defaults of the trainer.
 """
 
+import re
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -13,6 +14,9 @@ from meshwise.launch.facts import Facts
 from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import Model
 from meshwise.model.find import HUB
+
+_UNUSED = re.compile(r"^from \w+ import (\w+)\n(?!.*\b\1\b)", re.MULTILINE | re.DOTALL)
+"""An import of one name that the rest of a script does not use."""
 
 
 def model_id(model: Model) -> str:
@@ -53,8 +57,8 @@ def torchtune_words(settings: dict[str, Any], model: Model, facts: Facts) -> tup
 
 
 def _arguments(settings: dict[str, Any], callee: str) -> dict[str, Any]:
-    start = f"{callee}."
-    return {name.removeprefix(start): one for name, one in settings.items() if name.startswith(start)}
+    parts = ((*name.partition("."), one) for name, one in settings.items())
+    return {name: one for of, _, name, one in parts if of == callee}
 
 
 def _script(
@@ -64,7 +68,7 @@ def _script(
     data = {"model": _Code("model"), "train_dataset": _Code("data")}
     trained = _call("SFTTrainer", **data, **of_trainer, args=args)
     names = {"model": model.name, "loaded": loaded, "trained": trained}
-    return launch_tables().scripts[framework] % names
+    return _UNUSED.sub("", launch_tables().scripts[framework] % names)
 
 
 class _Code(str):

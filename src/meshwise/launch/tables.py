@@ -53,6 +53,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     commands: dict[str, str]
     across_nodes: dict[str, str]
     programs: dict[str, str]
+    starters: dict[str, str]
     scripts: dict[str, str]
     model_elsewhere: dict[str, tuple[str, str]]
     tokenizers: dict[str, int]

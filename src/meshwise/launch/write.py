@@ -34,8 +34,8 @@ from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 
-ELSEWHERE = ("batch", "seq", "model", "recipe")
-"""What no argument of some frameworks says, but the data, the training script or a recipe."""
+ELSEWHERE = ("batch", "seq", "model", "recipe", "quant_storage")
+"""What no argument of some frameworks says, but the data, the training script, a recipe, or how it loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,8 @@ def _forms(
         return words, [], [lacks] * bool(lacks)
     if framework in FINETUNING:
         script = {"peft": peft_script, "unsloth": unsloth_script}[framework](settings, model)
-        return ["train.py"], [File("train.py", script)], []
+        beside = [_accelerate_file(settings)] * (facts["num_gpus"] > 1)
+        return ["train.py"], [File("train.py", script), *beside], []
     return *_words_and_files(framework, settings, model), []
 
 
@@ -187,10 +188,17 @@ def _words_and_files(framework: str, settings: Settings, model: Model) -> tuple[
         text = msgspec.json.format(msgspec.json.encode(nested(dotted)), indent=2).decode() + "\n"
         return ["--deepspeed", "ds_config.json", *words], [File("ds_config.json", text)]
     if framework == "accelerate":
-        return words, [File("accelerate.yaml", yaml_text(nested(dotted)))]
+        return words, [_accelerate_file(dotted)]
     if framework == "tensorrt-llm":
         return [*words, "--config", "llm_args.yaml"], [File("llm_args.yaml", yaml_text(nested(dotted)))]
     return words, []
+
+
+def _accelerate_file(settings: Settings) -> File:
+    """What `accelerate launch` reads of the settings of a job."""
+    known = framework_arguments("accelerate").arguments
+    stated = {name: one for name, one in settings.items() if name in known and name[0] != "-"}
+    return File("accelerate.yaml", yaml_text(nested(stated)))
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -235,7 +243,7 @@ def _command(framework: str, words: list[str], model: Model, facts: Facts, node:
         local = names | {"local_dp": facts["dp"] // facts["num_nodes"]}
         names["across"] = " " + tables.across_nodes.get(by, tables.across_nodes[framework]) % local
     is_alone = framework in tables.commands and facts["num_nodes"] * node == 1
-    return tables.commands["torchrun" if framework in tables.programs and not is_alone else framework] % names
+    return tables.commands[framework if is_alone else tables.starters.get(framework, framework)] % names
 
 
 def _slurm(framework: str, command: str, settings: Settings, num_nodes: int, node: int) -> str:

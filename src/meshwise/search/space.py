@@ -61,30 +61,32 @@ def free_values(
     if "full" not in found["recompute"] and "recompute_layers" not in stated:
         del found["recompute_layers"]
     if to:
-        found = _of_framework(to, found)
+        found = _of_framework(to, found, stated)
+    if max(found["cp"]) == 1:  # all kinds are one plan
+        found["cp_kind"] = found["cp_kind"][:1]
     return {
         key: sorted(values, key=lambda value: value != plan.DEFAULTS.get(key, 1))
         for key, values in found.items()
     }
 
 
-def _of_framework(to: str, found: Values) -> Values:
-    """The values of `found` that a framework has; of a key that is not searched, its own where it has one."""
+def _of_framework(to: str, found: Values, stated: Stated) -> Values:
+    """The values of `found` that a framework has; its own of a key that is not `stated`, where none is usual.
+
+    PlanError where it has none of the stated values.
+    """
     found = {"recompute_modules": own} | found if (own := modules_of(to)) else found
     kept = dict(found)
     for key in plan.KEYS:
-        allowed = values_of(to, key)
+        usual, allowed = found.get(key, (plan.DEFAULTS[key],)), values_of(to, key)
         if allowed is None:
             continue
-        if key in found:
-            kept[key] = [value for value in found[key] if value in allowed]
-        elif plan.DEFAULTS[key] not in allowed:
-            kept[key] = allowed[:1]
-        if not kept.get(key, allowed):
-            text = plan.KEYS[key].show
-            raise PlanError(
-                f"{to} has no {key}={'|'.join(map(text, found[key]))}; it has {'|'.join(map(text, allowed))}"
-            )
+        values = [value for value in usual if value in allowed]
+        if key in stated and not values:
+            asked, has = ("|".join(map(plan.KEYS[key].show, of)) for of in (usual, allowed))
+            raise PlanError(f"{to} has no {key}={asked}; it has {has}")
+        if key in found or not values:
+            kept[key] = values or allowed[:1]
     return kept
 
 
@@ -92,9 +94,8 @@ def not_tried(
     model: Model, cluster: Cluster, workload: Workload, stated: Stated, to: str = ""
 ) -> dict[str, int]:
     """The largest value that was tried of each key that has larger ones."""
-    some, every = (
-        free_values(model, cluster, workload, stated, to, capped=capped) for capped in (True, False)
-    )
+    job = model, cluster, workload, stated, to
+    some, every = (free_values(*job, capped=capped) for capped in (True, False))
     sizes = (key for key in (*CAPS, "cp", "microbatch") if key in some)
     return {key: max(some[key]) for key in sizes if len(some[key]) < len(every[key])}
 
@@ -106,6 +107,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
     least_tokens = MIN_CONTEXT_TOKENS if capped else 1
     tp = [x for x in divisors(world) if x <= most["tp"] and model.num_heads % x == 0]
     pp = [x for x in divisors(world) if x <= min(most["pp"], layers + 2)]
+    most_chunks = (layers + 2) // next((stages for stages in pp if stages > 1), layers + 2)
     cp = [x for x in divisors(world) if x == 1 or (seq % x == 0 and seq // x >= least_tokens)]
     largest = max(1, MAX_MICROBATCH_TOKENS // seq) if capped else workload.batch
     shares, switch = (0.0, 1.0) if cluster.chip.host_bytes_per_s else (0.0,), (False, True)
@@ -118,14 +120,10 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
         "overlap_tp": switch,
         "tp": tp,
         "cp": cp,
-        "cp_kind": plan.CP_KINDS if len(cp) > 1 else plan.CP_KINDS[:1],
+        "cp_kind": plan.CP_KINDS,
         "ulysses": cp,
         "pp": pp,
-        "vpp": [
-            v
-            for v in range(1, min(most["vpp"], layers + 2) + 1)
-            if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)
-        ],
+        "vpp": range(1, min(most["vpp"], most_chunks) + 1),
         "schedule": SCHEDULES,
         "microbatch": [x for x in divisors(workload.batch) if x <= largest],
         "zero_group": [None, *divisors(world)[1:-1]],
