@@ -1,5 +1,6 @@
 """Post-training by reinforcement: lengths, packing, drains and asynchronous flow in closed form; the verb."""
 
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,8 @@ def test_what_a_step_is_made_of() -> None:
     tools = step(turns=3, tool_tokens=100)
     assert tools["tokens_per_step"] == base["tokens_per_step"] + 16 * 8 * 2 * 100
     assert step(teacher="llama3-70b")["scoring_s"]["teacher"] > 4 * base["scoring_s"]["reference"]
+    judged = (step(reward_model="llama3-8b", oversample=times)["scoring_s"]["reward"] for times in (2, 1))
+    assert next(judged) > 1.5 * next(judged)  # groups are filtered by their rewards
     adapters = {"train_plan": "pp=2,lora_rank=1"}  # of a rank r (d_in + d_out) r; others sync all weights
     both = [step(framework=name, **adapters)["phases_s"]["sync"] for name in ("verl", "nemo-rl")]
     linear = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
@@ -165,20 +168,28 @@ def test_what_a_step_is_made_of() -> None:
     assert slow / (step(transport="ipc")["phases_s"]["sync"] - 1.0) == pytest.approx(0.125 / 0.015)
 
 
-def trainer_s(plan: str, model: str = "llama3-8b", **constants: Any) -> TrainerTimes:
-    """What the trainer of a job takes whose framework has other `constants`; 16 samples of 1,000 tokens."""
+def trainer_s(
+    plan: str, tokens: Any = (1000,) * 16, *, model: str = "llama3-8b", **constants: Any
+) -> TrainerTimes:
+    """What the trainer of a job takes whose framework has other `constants`; samples of so many `tokens`."""
     job = mw.rl(**JOB | {"model": model, "train_plan": plan, "rollout_plan": "tp=4"}).step.job
     framework = msgspec.structs.replace(job.framework, **constants)
-    return trainer_times(replace(job, framework=framework), np.full(16, 1000))
+    return trainer_times(replace(job, framework=framework), np.array(tokens))
 
 
 def test_what_reaches_ranks_and_the_loss_of_each_sample_take_time() -> None:
-    """Each of pp=2 ranks of 4 replicas gets a copy of its samples: 24 bytes a token to score, 32 to train."""
+    """Of a token 24 bytes to score, 32 to train; to each of pp=2 ranks of 4 replicas, or once."""
     free = trainer_s("pp=2", send_s_per_byte=0.0, sample_s=0.0)
-    found = trainer_s("pp=2", send_s_per_byte=1e-6, sample_s=0.5)
-    sent_s = 1e-6 * 2 * 16 * 1000
-    assert found.scoring_s["reference"] - free.scoring_s["reference"] == pytest.approx(24 * sent_s)
-    assert found.train_s - free.train_s == pytest.approx(32 * sent_s + 0.5 * 16 / 4)
+    for copies in (1, 2):
+        found = trainer_s("pp=2", send_s_per_byte=1e-6, sample_s=0.5, sends_copies=copies > 1)
+        sent_s = 1e-6 * copies * 16 * 1000
+        assert found.scoring_s["reference"] - free.scoring_s["reference"] == pytest.approx(24 * sent_s)
+        assert found.train_s - free.train_s == pytest.approx(32 * sent_s + 0.5 * 16 / 4)
+    sends = {"send_s_per_byte": 1e-6, "sends_copies": False}
+    padded_s, bare_s = (
+        trainer_s("tp=1", [500, 1500], pads_samples=of, **sends).train_s for of in (True, False)
+    )
+    assert padded_s - bare_s == pytest.approx(32e-6 * (2 * 1500 - 2000))
 
 
 def test_trainers_are_priced_as_they_run() -> None:
@@ -188,8 +199,9 @@ def test_trainers_are_priced_as_they_run() -> None:
     fsdp2, eager = "zero=3,implementation=fsdp2", "zero=3,implementation=huggingface,software=torch-2023"
     assert trainer_s(fsdp2) == trainer_s(eager)
     assert trainer_s(f"tp=2,{fsdp2}") == trainer_s(f"tp=2,sp=0,{eager},overlap_dp=0")
-    waits = trainer_s("ep=8,etp=1", "qwen3-30b-a3b", fuses_permutation=False).train_s
-    assert waits > 1.1 * trainer_s("ep=8,etp=1", "qwen3-30b-a3b", fuses_permutation=True).train_s
+    experts: Any = {"plan": "ep=8,etp=1", "model": "qwen3-30b-a3b"}
+    waits, sorts = (trainer_s(**experts, fuses_permutation=of).train_s for of in (False, True))
+    assert waits > 1.1 * sorts
     assert trainer_s("pp=2", fuses_permutation=True) == trainer_s("pp=2")  # no experts
     qlora, lora = (trainer_s(f"lora_rank=16{frozen}") for frozen in (",frozen_dtype=int4", ""))
     assert qlora.scoring_s == lora.scoring_s  # adapters are off, weights are computed with in bf16
@@ -208,7 +220,7 @@ def test_a_trainer_needs_the_memory_of_the_passes_that_are_priced() -> None:
         apart = {"mode": "one_step_off", "rollout_gpus": 4, "framework": "verl", "train_plan": plan}
         return mw.rl(**JOB | apart | others).step.pass_bytes
 
-    nemo = {"framework": "nemo-rl"}
+    nemo = {"framework": "nemo-rl=0.4"}  # later ones keep the optimizer where they score
     assert passes("pp=2,recompute=full,loss_fusion=log_probs", **nemo) == passes(**nemo)
     modules = ("implementation=fsdp2", "implementation=huggingface,software=torch-2023")
     totals = (sum(passes(f"zero=3,recompute=full,{each}")["update"].values()) for each in modules)
@@ -326,7 +338,20 @@ def test_a_launched_job_reads_as_the_same_job(
     assert [text[:15] for text in unread] == ["the mean prompt"]
     same = mw.rl("llama3-8b", "h100-80g-sxm:16", output=512, **read)
     asked = LAUNCHED | mode | {"output": 512, "train_plan": plan, "framework": to}
-    assert same.step.step_s == mw.rl("llama3-8b", "h100-80g-sxm:16", **asked).step.step_s
+    assert same.to_json() == mw.rl("llama3-8b", "h100-80g-sxm:16", **asked).to_json()
+
+
+@pytest.mark.parametrize(("mode", "is_partial"), [("one_step_off", False), ("async", True)])
+def test_answers_go_on_after_a_sync_where_verl_lets_them_by_default(
+    mode: str, is_partial: bool, tmp_path: Path
+) -> None:
+    """As fully_async_ppo_trainer.yaml of v0.9.0 has it (partial_rollout); one_step_off_policy has none."""
+    asked: Any = LAUNCHED | {"mode": mode, "rollout_gpus": 8}
+    words = mw.launch("llama3-8b", "h100-80g-sxm:16", "tp=2", to="verl", **asked).command
+    (tmp_path / "job.sh").write_text(re.sub(r"async_training.partial_rollout=\w+", "", words))
+    read, _ = api.read_rl_job(tmp_path / "job.sh")
+    usual = mw.rl("llama3-8b", "h100-80g-sxm:16", train_plan="tp=2", output=512, framework="verl", **asked)
+    assert usual.step.job.partial is is_partial is bool(read.get("partial"))
 
 
 def test_a_recipe_inherits_and_refers_to_other_settings() -> None:
@@ -337,7 +362,7 @@ def test_a_recipe_inherits_and_refers_to_other_settings() -> None:
     assert (read["prompt"], read["max_output"], unread) == (4096, 4096, [])
     read, _ = api.read_rl_job(RECIPES / "verl.sh")
     assert read["train_plan"] == "cp=2,zero=3,recompute=full,implementation=fsdp2"
-    assert read["mode"] == "colocated"
+    assert (read["mode"], read["engine"]) == ("colocated", "vllm,max_tokens=8192,max_sequences=256")
 
 
 @pytest.mark.parametrize("words", READ["beside"])
@@ -406,9 +431,9 @@ def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None
 
 
 def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:
-    found = {"nemo-rl": "0.4", "nemo-rl=0.3": "0.3", "nemo-rl=9.1": "0.4", "nemo-rl=0.1": "0.3"}
+    found = {"nemo-rl": "0.7", "nemo-rl=0.3": "0.3", "nemo-rl=0.6": "0.4", "nemo-rl=0.1": "0.3"}
     assert {text: find_framework(text).version for text in found} == found
-    assert find_framework("nemo-rl=9.1").source.endswith("; 9.1 itself was not read")
+    assert find_framework("nemo-rl=0.6").source.endswith("; 0.6 itself was not read")
 
 
 def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise: Any) -> None:

@@ -232,7 +232,7 @@ def rl(
     with how_far(""):
         found = api.rl(**asked)
     document = found.to_json() | ({"from": {"unread": unread}} if source is not None else {})
-    below = [f"not in the job: {sentence}" for sentence in unread]
+    below = [f"from the job: {sentence}" for sentence in unread]
     show(found, document, json=json, html=html, ok=not found.is_no, below=below)
 
 

@@ -11,6 +11,7 @@ from meshwise.report.table import TABLES, Table, percent, records_table
 from meshwise.rl.best_split import RlAnswer
 from meshwise.rl.step import PHASES, RlStep
 from meshwise.rl.step_log import RlExplanation
+from meshwise.search.search import MEMORY_FRAC
 
 _OF_PHASES: dict[str, str] = read_catalog("words.toml")["rl_phases"]
 
@@ -19,6 +20,7 @@ def parts(answer: RlAnswer) -> Iterator[Section]:
     """The step, its phases, memory and cost, and all candidates of an open layout."""
     step, document = answer.step, answer.to_json()
     names = document | {"of": step.job, "staler": answer.staler if answer.best else None}
+    names |= {"scored": ", ".join(step.job.scorers) or "none"}
     names |= {"training": document["train_plan"] or "dp", "rollout": document["rollout_plan"] or "tp=1"}
     yield from told("job of rl", **names)
     if step.step_s is not None:
@@ -48,7 +50,7 @@ def _split(split: RlAnswer) -> Iterator[Section]:
     """Every candidate that was priced, the best first; what other splits take, and what more memory gains."""
     yield _candidates([*split.best, *split.on_fewer], split.front)
     splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
-    yield from told("candidates of rl", of=split, splits=splits)
+    yield from told("candidates of rl", of=split, splits=splits, share=MEMORY_FRAC)
 
 
 def _phases(answer: RlAnswer) -> Chart:

@@ -32,7 +32,7 @@ from meshwise.rl.passes import TrainerTimes, num_bins, pass_bytes, trainer_times
 from meshwise.rl.rollouts import Tokens
 from meshwise.rl.settings import TRAINED_KEYS
 from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
-from meshwise.search.search import OFFLOADED, search
+from meshwise.search.search import MEMORY_FRAC, OFFLOADED, search
 from meshwise.search.space import USUAL
 
 SPLITS = range(1, 8)
@@ -109,12 +109,13 @@ class _Looks:
         return rollouts.sequences(rollouts.draw(rollouts.prompts, _rng()))
 
     def trains_s(self, job: RlJob) -> float:
-        """What the trainer takes, and the switch; infinite where its memory does not do."""
+        """What the trainer takes, and the switch; infinite where an open plan needs too much memory."""
         key = job.train_gpus, job.train_plan, job.is_split
         if key not in self.trainers_s:
             held = pass_bytes(job)
             seconds = trainer_times(job, self.lengths, LOOKED_UPDATES).seconds + switch_s(job, held)
-            fits = all(sum(each.values()) <= job.cluster.chip.memory_bytes for each in held.values())
+            most_bytes = MEMORY_FRAC * job.cluster.chip.memory_bytes
+            fits = all(sum(each.values()) <= most_bytes for each in held.values())
             self.trainers_s[key] = seconds if fits or self.asked.train_plan else math.inf
         return self.trainers_s[key]
 
@@ -193,7 +194,7 @@ class RlAnswer(Shown):
     Of an open layout `best`: steps of the best candidates, the best first, those with a looser bound on
     staleness last. `on_fewer`: the best on parts of the cluster. `about_s`: rollout GPUs and seconds at first
     look of the best mode with its engine: how flat it is there. `larger_share`: the best with more memory for
-    engines.
+    engines. `finds_plans`: whether training plans were open.
     """
 
     step: RlStep
@@ -201,6 +202,7 @@ class RlAnswer(Shown):
     on_fewer: tuple[RlStep, ...] = ()
     about_s: tuple[tuple[int, float], ...] = ()
     larger_share: RlStep | None = None
+    finds_plans: bool = False
     num_steps: int | None = None
     usd_per_gpu_hour: float | None = None
 
@@ -325,7 +327,8 @@ def best_split(asked: OpenJob) -> RlAnswer:
         and about_s < math.inf
     ]
     fewer = tuple(_on_fewer(asked, bound))
-    return RlAnswer(best[0], tuple(best), fewer, tuple(sorted(splits)), _larger_share(asked, best[0]))
+    larger, is_open = _larger_share(asked, best[0]), asked.train_plan is None
+    return RlAnswer(best[0], tuple(best), fewer, tuple(sorted(splits)), larger, is_open)
 
 
 def _larger_share(asked: OpenJob, top: RlStep) -> RlStep | None:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
-from meshwise.core.refusals import refuse
+from meshwise.core.errors import MeshwiseError, WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
@@ -218,14 +217,3 @@ def engine_layouts(
         whole = Plan(tp=gpus, dtype=dtype)
         in_groups = (replace(whole, tp=tp, ep=gpus) for tp in SIZES if tp < gpus and model.moe is not None)
         yield from (plan for plan in (whole, *in_groups) if has_room(plan, gpus))
-
-
-def smallest_engine(
-    model: Model, cluster: Cluster, rollouts: Rollouts, memory_frac: float, dtype: str = "bf16"
-) -> Plan:
-    """The first of `engine_layouts`; PlanError where none has room."""
-    found = next(engine_layouts(model, cluster, rollouts, memory_frac, dtype), None)
-    names = {"model": model, "num": cluster.num_chips, "longest": rollouts.longest, "frac": memory_frac}
-    refuse("smallest engine", PlanError, found=found, **names)
-    assert found
-    return found

@@ -40,11 +40,12 @@ class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
     `loss_fusion`: how log-probabilities are made (`program.loss`), unless a plan says so; `sample_s`: the
     host's time for the loss of a sample, where samples take turns; `fuses_permutation`: one kernel sorts
     tokens by expert, without which the host reads how many each gets in every block; `send_s_per_byte`: of
-    samples from the controller to ranks; `offload_s_per_byte`: copies of the optimizer's states to the host,
-    while engines work on its GPUs, and back; `step_s`: data, rewards, logging of a step. `split_offloads`:
-    what leaves GPUs that only train while it is not at work (`rl.passes.pass_bytes`; a reference takes the
-    place of the policy's weights); `syncs_adapters`: engines on the same GPUs keep the base of LoRA and get
-    its adapters alone. `in_flight`: engines go on with what they have after a sync.
+    samples from the controller to the trainer's replicas, where it `sends_copies` to each of their ranks,
+    where it `pads_samples` each as long as the longest; `offload_s_per_byte`: copies of the optimizer's
+    states to the host, while engines work on its GPUs, and back; `step_s`: data, rewards, logging of a step.
+    `split_offloads`: what leaves GPUs that only train while it is not at work (`rl.passes.pass_bytes`; a
+    reference takes the place of the policy's weights); `syncs_adapters`: engines on the same GPUs keep the
+    base of LoRA and get its adapters alone.
     """
 
     name: str
@@ -58,13 +59,14 @@ class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
     sample_s: float
     fuses_permutation: bool
     send_s_per_byte: float
+    sends_copies: bool
+    pads_samples: bool
     offload_s_per_byte: float
     step_s: float
     colocated_memory_frac: float
     split_memory_frac: float
     split_offloads: Sequence[str]
     syncs_adapters: bool
-    in_flight: bool
     colocated_transport: str
     split_transport: str
 

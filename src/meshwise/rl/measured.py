@@ -22,7 +22,7 @@ from meshwise.core.units import DTYPE_BYTES, positive
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
-from meshwise.rl.engines import smallest_engine
+from meshwise.rl.engines import engine_layouts
 from meshwise.rl.framework import RlFramework, find_framework
 from meshwise.rl.job import MODES, OpenJob, RlJob
 from meshwise.rl.rollouts import Rollouts
@@ -84,9 +84,10 @@ def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
         **formulas(_NAMES["rl_job"], names),
     )  # fmt: skip
     if row["rollout_tp"]:
-        engine = Plan(**formulas(_NAMES["rl_rollout_plan"], names))
+        engine: Plan | None = Plan(**formulas(_NAMES["rl_rollout_plan"], names))
     else:
-        engine = smallest_engine(model, cluster, rollouts, asked.usual_memory_frac, dtype)
+        engine = next(engine_layouts(model, cluster, rollouts, asked.usual_memory_frac, dtype), None)
+    refuse("smallest engine", PlanError, found=engine, of=asked)
     return replace(asked, rollout_plan=engine).job()
 
 

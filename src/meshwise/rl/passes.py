@@ -92,10 +92,9 @@ def trainer_times(job: RlJob, sequences: Tokens, most: int | None = None) -> Tra
 
     `most`: so many updates at most are priced, the first ones, and stand for all.
     """
-    scored = _packed(job, sequences, job.score_tokens)
-    sent_s = _sends_s(job, sequences, SCORED_BYTES)
-    models = job.scorers.items()
-    scoring_s = {name: sent_s + _priced(job, of, scored, "evaluate").step_s for name, of in models}
+    judged = np.resize(sequences, job.rollouts.num_groups * job.rollouts.samples)  # groups are filtered then
+    scored = {name: judged if name == "reward" else sequences for name in job.scorers}
+    scoring_s = {name: _scores_s(job, job.scorers[name], tokens) for name, tokens in scored.items()}
     each_s = _sends_s(job, sequences, TRAINED_BYTES) + job.framework.sample_s * len(sequences) / job.train_dp
     parts = np.array_split(sequences, job.updates)[:most]
     updates = [_packed(job, part, job.pack_length) for part in parts]
@@ -103,6 +102,12 @@ def trainer_times(job: RlJob, sequences: Tokens, most: int | None = None) -> Tra
     bins, each = sum(packed.bins for packed in updates), job.updates / len(parts)
     fill = float(sequences.sum()) / (each * bins * job.train_dp * job.pack_length)
     return TrainerTimes(scoring_s, len(job.trained) * each_s + each * passes_s, fill)
+
+
+def _scores_s(job: RlJob, model: Model, sequences: Tokens) -> float:
+    """Seconds of a scoring pass."""
+    packed = _packed(job, sequences, job.score_tokens)
+    return _sends_s(job, sequences, SCORED_BYTES) + _priced(job, model, packed, "evaluate").step_s
 
 
 def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:
@@ -114,9 +119,10 @@ def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:
 
 
 def _sends_s(job: RlJob, sequences: Tokens, token_bytes: float) -> float:
-    """Seconds in which the controller sends each rank the samples of its replica, as long as the longest."""
-    copies, padded = job.train_gpus / job.train_dp, float(len(sequences) * sequences.max())
-    return job.framework.send_s_per_byte * token_bytes * padded * copies
+    """Seconds in which the controller sends ranks the samples of their replica."""
+    of, copies = job.framework, job.train_gpus / job.train_dp
+    tokens = float(len(sequences) * sequences.max() if of.pads_samples else sequences.sum())
+    return of.send_s_per_byte * token_bytes * tokens * (copies if of.sends_copies else 1.0)
 
 
 def _priced(job: RlJob, model: Model, packed: PackedBatch, kind: str) -> Estimate:

@@ -28,6 +28,7 @@ from meshwise.launch.write import File, Launch
 from meshwise.plan.plan import KEYS, Plan, plan_text
 from meshwise.rl.framework import OVERLAPPED
 from meshwise.rl.job import RlJob
+from meshwise.serve.engine import parse_engine
 
 FRAMEWORKS = ("verl", "nemo-rl")
 _KEYS = ("tp", "sp", "pp", "cp", "ep", "etp", "zero", "recompute", "implementation", "dtype", "lora_rank")
@@ -59,6 +60,7 @@ def facts_of(job: RlJob) -> Facts:
     """What a job is, in plain names."""
     names = {"job": job, "of": job.rollouts, "plan": job.train_plan, "engine_plan": job.rollout_plan}
     names |= {"algorithm": job.algorithm, "scorers": job.scorers, "overlaps": job.mode in OVERLAPPED}
+    names |= {"serves": parse_engine(job.engine or job.framework.engine)}
     return formulas(_tables()["facts"], _FUNCTIONS | names)
 
 
@@ -70,17 +72,6 @@ def _table(framework: str, facts: Facts) -> dict[str, str]:
     chosen += ["overlapped"] * bool(facts.get("is_overlapped"))
     chosen += ["queued"] * bool(facts.get("is_queued")) + ["filtered"] * bool(facts.get("filters_groups"))
     return {setting: fact for name in chosen for setting, fact in parts.get(name, {}).items()}
-
-
-def _program(framework: str, facts: Facts) -> str:
-    """What is started: verl's pools that are apart have programs and configurations of their own."""
-    if framework == "nemo-rl":
-        return "uv run examples/run_grpo.py --config examples/configs/recipe.yaml"
-    if facts["is_colocated"]:
-        return "python3 -m verl.trainer.main_ppo" + " model_engine=megatron" * facts["is_megatron"]
-    program = "fully_async_policy.fully_async_main" if facts["is_queued"] else "one_step_off_policy.main_ppo"
-    config = program.partition("_policy")[0] + "_ppo" + "_megatron" * facts["is_megatron"] + "_trainer"
-    return f"python3 -m verl.experimental.{program} --config-path=config --config-name={config}"
 
 
 def write_settings(job: RlJob, framework: str, assumed: Sequence[str] = ()) -> Launch:
@@ -98,7 +89,8 @@ def write_settings(job: RlJob, framework: str, assumed: Sequence[str] = ()) -> L
     recipe = f"defaults: {BASE_RECIPE}\n{yaml_text(nested(settings))}"
     text = recipe if framework == "nemo-rl" else "\n".join(words) + "\n"
     file = File("recipe.yaml" if framework == "nemo-rl" else "overrides.txt", text)
-    command = _program(framework, facts) + (f" {shlex.join(words)}" if framework == "verl" else "")
+    (program,) = formulas(_tables()["program"][framework], facts).values()
+    command = program + (f" {shlex.join(words)}" if framework == "verl" else "")
     lies = ["data"] + ["recipe.yaml: copy it into examples/configs of NeMo-RL"] * (framework == "nemo-rl")
     return Launch(
         framework=framework, version=known.version, files=(file, File("job.sh", f'{command} "$@"\n')),
@@ -166,14 +158,14 @@ def read_settings(path: Path, prompt: int | None = None) -> tuple[dict[str, Any]
 
 
 def _others(framework: str, settings: Facts, names: set[str]) -> list[str]:
-    """Of settings that no option holds those that may change a price: not as usual, not off, not free."""
+    """Of settings that no option holds what may change a price: it is not as usual, not off, not free."""
     known = framework_arguments(framework).arguments
     switches = (name for name in settings if name.endswith((".enable", ".enabled")))
     off = (f"{re.escape(name.rpartition('.')[0])}\\..*" for name in switches if not settings[name])
     free = re.compile("|".join([*_tables()["free"][framework], *off]))
     changed = {name for name in names & known.keys() if settings[name] != known[name].default}
     changed |= {name for name in names - known.keys() if settings[name] and not free.fullmatch(name)}
-    return sorted(f"{name}={settings[name]}" for name in changed - {_MODEL})
+    return sorted(f"{name}={settings[name]} is not priced" for name in changed - {_MODEL})
 
 
 def _kind(framework: str, stated: Facts) -> Facts:
@@ -204,7 +196,7 @@ def _stated(path: Path) -> Facts:
     text = read_text(path, "job")
     if not re.search(r"^[\w-]+:", text, re.MULTILINE):
         words = [word.lstrip("+") for word in shell_words(text, path)]
-        found = dict(word.split("=", 1) for word in words if re.match(r"[\w.]+\.[\w.]+=", word))
+        found = dict(word.split("=", 1) for word in words if re.match(r"[\w.]+\.[\w.]+=.", word))
         is_verl = any("actor_rollout_ref." in name for name in found)
         return found | (_of_program(words, found) if is_verl else {})
     return read_recipe(text, path)
@@ -213,9 +205,10 @@ def _stated(path: Path) -> Facts:
 def _of_program(words: list[str], stated: Facts) -> Facts:
     """What verl's program and the configuration that it names say beside `stated` settings."""
     line = " ".join([*words, *stated])
-    is_megatron = re.search(r"(model_engine=|--config-name[= ])\S*megatron|\.actor\.megatron\.", line)
-    trainer = {_VERL_TRAINER: "megatron" if is_megatron else "fsdp"} if _VERL_TRAINER not in stated else {}
-    return trainer | {_ONE_STEP_OFF: "one_step_off_policy" in line}
+    named = re.search(r"model_engine=(?!dp\b)(\w+)", line)
+    is_megatron = re.search(r"--config-name[= ]\S*megatron|\.actor\.megatron\.", line)
+    trainer = named[1] if named else "megatron" if is_megatron else "fsdp"
+    return {_VERL_TRAINER: stated.get(_VERL_TRAINER, trainer), _ONE_STEP_OFF: "one_step_off_policy" in line}
 
 
 def _parsed(value: Any) -> Any:
@@ -229,7 +222,7 @@ def _parsed(value: Any) -> Any:
 def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path) -> dict[str, Any]:
     """The options of `rl` that facts are; `names_of` them are the settings that say them."""
     try:
-        found = {"engine": facts.get("engine"), **{name: facts[name] for name in ("samples", "memory_frac")}}
+        found = {name: facts[name] for name in ("samples", "memory_frac")}
         found |= formulas(_tables()["options"], _FUNCTIONS | facts)
         for name in ("train_plan", "rollout_plan"):
             keys = formulas(_tables()[name], _FUNCTIONS | facts)
@@ -238,7 +231,7 @@ def _options(framework: str, facts: Facts, names_of: dict[str, str], path: Path)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         what = names_of.get(error.args[0], error.args[0])
         raise DataError(f"{path} does not say enough of a job of {framework}: {what}") from None
-    stated = {name: value for name, value in found.items() if value is not None and name not in _BETWEEN}
+    stated = {name: value for name, value in found.items() if value is not None}
     return stated | {"framework": framework}
 
 
@@ -248,9 +241,8 @@ _MODEL = "policy.model_name"
 """What the argument MODEL says."""
 _OF_CLUSTER = ("nodes", "train_nodes", "train_node_gpus")
 """Facts that `--cluster` says."""
-_FUNCTIONS = {"bool": bool, "int": int, "max": max, "min": min, "round": round}
-_BETWEEN = ("split", "longest", "cap", "is_filtered", "is_ppo")
-"""What formulas of the catalog call, and what those of options only need on the way."""
+_FUNCTIONS = {"bool": bool, "int": int, "max": max, "min": min, "round": round, "str": str}
+"""What formulas of the catalog call."""
 
 
 # --- recipes as OmegaConf has them: they inherit from others, and settings refer to others --------------

@@ -10,10 +10,10 @@ waits for samples, so that phases still sum to the step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +28,6 @@ from meshwise.rl.job import RlJob
 from meshwise.rl.passes import TrainerTimes, pass_bytes, trainer_times
 from meshwise.serve.serving import memory_bytes, room_bytes
 
-Record = TypeVar("Record", TrainerTimes, Drain, Steady)
-
 DRAWS = 4
 """How often lengths are drawn."""
 
@@ -37,6 +35,9 @@ STEADY_DRAWS = 2
 """The same of asynchronous modes, in which a draw has the lengths of several steps."""
 
 PHASES = ("generation", "scoring", "train", "sync", "switch", "wait")
+
+WORKLOAD = ("algorithm", "updates", "partial", "pack_length", "score_tokens", "transport")
+"""What a step is given beside its rollouts, its layout and its models."""
 
 SYNC_BYTES = 2.0
 """Of a parameter on its way to an engine (bf16)."""
@@ -174,6 +175,9 @@ class RlStep:
             "cluster": of.cluster.to_json(),
             "framework": f"{of.framework.name} {of.framework.version}",
             "mode": of.mode,
+            "workload": {name: one for name, one in asdict(of.rollouts).items() if name != "lengths"}
+            | {name: getattr(of, name) for name in WORKLOAD}
+            | {"engine": of.engine or of.framework.engine, "scored_by": [*of.scorers]},
             "train_plan": plan_text(of.train_plan),
             "rollout_plan": plan_text(of.rollout_plan),
             "engines": self.pool.num,
@@ -190,17 +194,16 @@ class RlStep:
         }
 
 
-def _mean(records: Sequence[Record]) -> Record:
-    """The mean of records, field by field."""
-    first, *_ = records
-    found: dict[str, Any] = {}
-    for name in (field.name for field in fields(first)):
-        values = [getattr(one, name) for one in records]
-        if isinstance(values[0], dict):
-            found[name] = {key: fmean(value[key] for value in values) for key in values[0]}
-        else:
-            found[name] = fmean(values)
-    return replace(first, **found)
+def _mean(several: Sequence[Any]) -> Any:
+    """The mean of numbers, or of records and dicts of them, field by field."""
+    first, *_ = several
+    if isinstance(first, dict):
+        return {key: _mean([one[key] for one in several]) for key in first}
+    if not isinstance(first, TrainerTimes | Drain | Steady):
+        return fmean(several)
+    return replace(
+        first, **{of.name: _mean([getattr(one, of.name) for one in several]) for of in fields(first)}
+    )
 
 
 def sync_s(job: RlJob) -> float:
