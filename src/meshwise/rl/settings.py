@@ -131,7 +131,8 @@ def read_settings(path: Path, prompt: int | None = None) -> tuple[dict[str, Any]
     A YAML file with the recipes that it inherits from (`defaults:`), or a script with `name=value` words;
     references to other settings (`${policy.precision}`) are followed. DataError where it is of neither.
     """
-    written = _stated(path)
+    every = _stated(path)
+    written = {name: value for name, value in every.items() if value != ""}
     framework = max(FRAMEWORKS, key=lambda name: len(written.keys() & {*framework_arguments(name).arguments}))
     known = framework_arguments(framework).arguments
     if not any(name.startswith(tuple(_tables()["read"][framework])) for name in written):
@@ -150,7 +151,8 @@ def read_settings(path: Path, prompt: int | None = None) -> tuple[dict[str, Any]
     facts |= {} if prompt is None else {"prompt": prompt}
     options = _options(framework, first | facts, {fact: name for name, fact in table.items()}, path)
     assumed = formulas(_tables()["assumed"], _FUNCTIONS | first | facts)
-    unread = _others(framework, settings, {*written} - {*table})
+    unread = [f"{name} is empty and priced as by default" for name in every if name in {*table} - {*written}]
+    unread += _others(framework, settings, {*written} - {*table})
     for name, fact in table.items():
         if name in settings and settings[name] != assumed.get(fact, settings[name]):
             unread.append(f"{name}={settings[name]} is priced as {assumed[fact]}")
@@ -196,16 +198,16 @@ def _stated(path: Path) -> Facts:
     text = read_text(path, "job")
     if not re.search(r"^[\w-]+:", text, re.MULTILINE):
         words = [word.lstrip("+") for word in shell_words(text, path)]
-        found = dict(word.split("=", 1) for word in words if re.match(r"[\w.]+\.[\w.]+=.", word))
+        found = dict(word.split("=", 1) for word in words if re.match(r"[\w.]+\.[\w.]+=", word))
         is_verl = any("actor_rollout_ref." in name for name in found)
-        return found | (_of_program(words, found) if is_verl else {})
+        return found | (_of_program(text, words, found) if is_verl else {})
     return read_recipe(text, path)
 
 
-def _of_program(words: list[str], stated: Facts) -> Facts:
+def _of_program(text: str, words: list[str], stated: Facts) -> Facts:
     """What verl's program and the configuration that it names say beside `stated` settings."""
     line = " ".join([*words, *stated])
-    named = re.search(r"model_engine=(?!dp\b)(\w+)", line)
+    named = re.search(r"^[^#\n]*\bmodel_engine=(?!dp\b)(\w+)", text, re.MULTILINE)  # to a shell a variable
     is_megatron = re.search(r"--config-name[= ]\S*megatron|\.actor\.megatron\.", line)
     trainer = named[1] if named else "megatron" if is_megatron else "fsdp"
     return {_VERL_TRAINER: stated.get(_VERL_TRAINER, trainer), _ONE_STEP_OFF: "one_step_off_policy" in line}
