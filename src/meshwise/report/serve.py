@@ -9,13 +9,13 @@ import numpy as np
 
 from meshwise.core.columns import grouped
 from meshwise.core.refusals import told
-from meshwise.core.units import duration
+from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import COLORS, FRONT_COLOR, Chart, ChartAxis, Page, Picture, Section, Series, Text
 from meshwise.report.table import TABLES, Table, records_table
 from meshwise.serve.answer import Deployment, ServingAnswer
 from meshwise.serve.load import Fleet, LoadResult
 from meshwise.serve.screen import layout_text
-from meshwise.serve.serving import Serving, memory_of_one
+from meshwise.serve.serving import Serving, memory_of_one, remedies
 from meshwise.serve.size import Choice, Sizing
 
 
@@ -107,8 +107,9 @@ def _one(answer: ServingAnswer, document: Mapping[str, Any]) -> Iterator[Section
 
 def _idle(answer: ServingAnswer, document: Mapping[str, Any]) -> list[str]:
     """What memory and an idle engine give; how many sequences keep a limit is the last."""
-    remedies = ", ".join(told("room for a sequence", of=answer.serving, plan=answer.serving.mesh.plan))
-    full = f"{_out_of_memory(answer.serving)}; what makes room: {remedies}"
+    helps = () if document["max_sequences"] else remedies(answer.serving)
+    found = ", ".join(f"{text} ({with_prefix(total, 'B')})" for text, total in helps)
+    full = f"{_out_of_memory(answer.serving)}; what alone makes room: {found or 'fewer tokens or more GPUs'}"
     target_ms = None if answer.token_s is None else 1e3 * answer.token_s
     return told("one server", full=full, target_ms=target_ms, **document)
 
@@ -126,8 +127,10 @@ def _costs(answer: ServingAnswer) -> Iterator[Section]:
 
 
 def passes_table(document: Mapping[str, Any]) -> Table:
-    """A row for each number of running sequences."""
-    return records_table("", document["passes"], TABLES["passes"])
+    """A row for each number of running sequences; what prompts leave, unless others take these."""
+    without = "with\nprompts" if document.get("prefill_workers") else ""
+    shown = {name: of for name, of in TABLES["passes"].items() if name != without}
+    return records_table("", document["passes"], shown)
 
 
 def _details(sizing: Sizing) -> Iterator[Section]:

@@ -104,9 +104,13 @@ class ServingAnswer(Shown):
 
     @property
     def first_token_s(self) -> float:
-        """Time to the first token of a prompt on an idle instance: kernels, with a load the host too."""
-        encoded_s = self.encoders.request_s + self.encoders.transfer_s if self.encoders else 0.0
-        return encoded_s + first_token_s(self.serving, self._engine)
+        """Time to the first token of a prompt on an idle instance: kernels, with a load the host too.
+
+        Of a pool of prompts, and until its cache has been handed over, where there is one.
+        """
+        before_s = self.encoders.request_s + self.encoders.transfer_s if self.encoders else 0.0
+        before_s += self.load.fleet.transfer_token_s * self.serving.prompt if self.load else 0.0
+        return before_s + first_token_s(self._of_prompts, self._engine)
 
     @property
     def sequences_within_limit(self) -> int | None:
@@ -147,6 +151,10 @@ class ServingAnswer(Shown):
         return told("graph notes", engine=engine, largest=largest, each=each, is_launched=is_launched)
 
     @property
+    def _of_prompts(self) -> Serving:
+        return (self.load and self.load.fleet.prefill) or self.serving
+
+    @property
     def _interval_note(self) -> str:
         of = self.serving.model, self.serving.cluster, self.serving.mesh.plan
         found = interval_of("step_s", 1.0, *of, is_training=False)
@@ -159,17 +167,17 @@ class ServingAnswer(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise serve --json` prints."""
-        of, load = self.serving, self.load
+        of, first, load, memory = self.serving, self._of_prompts, self.load, est.memory_of_one(self.serving)
         figures = ("num_instances", "max_sequences", "first_token_s", "sequences_within_limit", "passes")
         document: dict[str, Any] = {"model": of.model.name, "cluster": of.cluster.to_json()}
         document |= {name: getattr(of, name) for name in ("plan", "prompt", "output")}
         document |= {name: getattr(self, name) for name in figures}
         document |= {
-            "weight_bytes": est.weight_bytes(of),
-            "cache_bytes_per_sequence": est.sequence_bytes(of),
-            "memory_bytes": est.memory_of_one(of),
-            "first_token_kernels_s": est.first_token_kernels_s(of),
-            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
+            "weight_bytes": memory["weights"],
+            "cache_bytes_per_sequence": memory["cache"],
+            "memory_bytes": memory,
+            "first_token_kernels_s": est.first_token_kernels_s(first),
+            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(first) * first.groups / first.num_chips,
             "encoding": self._encoding,
             "notes": [*est.notes(of), *self._graph_notes, *(load.notes if load else [self._interval_note])],
         }

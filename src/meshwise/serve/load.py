@@ -21,7 +21,7 @@ from meshwise.serve.pass_times import mean_pass, tabulate
 from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Lengths, RateCurve, Requests, Turns, at_rate, in_closed_loop, in_sessions
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
-from meshwise.serve.serving import Serving, memory_bytes, prompt_s, room_bytes, sequence_bytes
+from meshwise.serve.serving import Serving, memory_bytes, memory_of_one, prompt_s, room_bytes
 from meshwise.serve.simulate import NO_LIMITS, Autoscaling, LatencyLimits, Pools, Seconds, Served, simulate
 from meshwise.serve.stationary import CountedWindow, RequestStream, settled
 
@@ -368,7 +368,7 @@ def statistics(seconds: Seconds, percentile: float = 90.0) -> dict[str, float | 
 
 def token_bytes(serving: Serving) -> float:
     """Bytes of the cache of one token on a rank, the mean of a sequence."""
-    return sequence_bytes(serving) / (serving.prompt + serving.output)
+    return memory_of_one(serving)["cache"] / (serving.prompt + serving.output)
 
 
 def cache_tokens(serving: Serving) -> int:

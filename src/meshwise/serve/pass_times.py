@@ -188,7 +188,10 @@ def rows(serving: Serving, sequences: Sequence[int], engine: Engine | None = Non
     counts = np.array(sequences, dtype=np.float64)
     each = np.ceil(counts / serving.groups)
     time = mean_pass(serving, each, engine).time_s
-    memory, per_pass = est.memory_bytes(serving, counts / serving.dp), counts / serving.engines / serving.output
+    memory, per_pass = (
+        est.memory_bytes(serving, counts / serving.dp),
+        counts / serving.engines / serving.output,
+    )
     launched_s = prompt_launches_s(serving, engine, serving.prompt) if engine else 0.0
     spent_s = with_prompts_s(
         sum(time.values()), est.prompt_s(serving), est.prompt_alone_s(serving), per_pass,

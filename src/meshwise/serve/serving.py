@@ -16,6 +16,7 @@ than stages some have no batch, and a pass takes as long. Arrays of sequences br
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -360,20 +361,33 @@ def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     }
 
 
-def weight_bytes(serving: Serving) -> float:
-    """Bytes of the weights on one rank."""
-    return float(memory_bytes(serving, 1.0)["weights"])
-
-
-def sequence_bytes(serving: Serving) -> float:
-    """Bytes of the cache of one sequence at full length, on the fullest rank of those that hold it."""
-    return float(memory_bytes(serving, 1.0)["cache"])
-
-
 def memory_of_one(serving: Serving) -> dict[str, float]:
-    """`memory_bytes` with one sequence a dp rank, their `total`, and what is `usable` of a GPU's memory."""
+    """`memory_bytes` with one sequence a dp rank on the fullest stage, their `total` and what is `usable`."""
     memory = {name: float(value) for name, value in memory_bytes(serving, 1.0).items()}
     return {**memory, "total": sum(memory.values()), "usable": serving.usable_bytes}
+
+
+def remedies(serving: Serving) -> Iterator[tuple[str, float]]:
+    """What alone makes room for a sequence, and the bytes of a GPU that are then taken; each is priced.
+
+    Of more tp, which takes as many more GPUs, the least that does.
+    """
+    plan, num = serving.mesh.plan, serving.num_chips
+    ones: list[dict[str, Any]] = [{"kv_dtype": "fp8"}, {"weight_dtype": "int4"}, {}]
+    ones += [{"tp": by * plan.tp, "ep": by * plan.ep if plan.ep > 1 else 1} for by in (2, 4, 8)]
+    for keys in ones:
+        by = keys.get("tp", plan.tp) // plan.tp
+        cluster = replace(serving.cluster, num_chips=by * num)
+        with suppress(PlanError):
+            mesh = resolve_serving(serving.model, replace(plan, **keys), cluster, serving.prompt)
+            of = replace(
+                serving, mesh=mesh, cluster=cluster, memory_frac=serving.memory_frac if keys else 1.0
+            )
+            if (memory := memory_of_one(of))["total"] <= memory["usable"]:
+                words = ",".join(f"{key}={value}" for key, value in keys.items() if value != 1)
+                yield (words or "memory_frac=1") + (f" on {by * num} GPUs" if by > 1 else ""), memory["total"]
+                if by > 1:
+                    return
 
 
 def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:

@@ -8,13 +8,13 @@ and per token after it are known within `PRECISION`:
 - the end: requests that are sent less than the mean duration of one before the last;
 - the interval of a mean holds it 19 times of 20, judging by how long a request is like those before it.
 
-A queue grows without end where more and more requests are under way, 9,999 times of 10,000 not by chance, in two
-simulations of which the second has twice as many requests. Then times depend on how long one measures, and
-the rate at which requests end is the most that the server can hold. Nothing has settled while the number
+A queue grows without end where more and more requests are under way, 9,999 times of 10,000 not by chance, in
+two simulations of which the second has twice as many requests. Then times depend on how long one measures,
+and the rate at which requests end is the most that the server can hold. Nothing has settled while the number
 rises by more than its standard error. The rate at which requests come is known, not how many came by chance:
-what these add to the number is taken out as far as it follows them (control variates: Lavenberg, Welch 1981).
-Of a server that never waits that is nothing; of one that always has work it is all of them, and the rate of
-those that end, which is far steadier, is compared to the rate that was asked for.
+what these add to the number is taken out as far as it follows them (control variates: Lavenberg, Welch
+1981). Of a server that never waits that is nothing; of one that always has work it is all of them, and the
+rate of those that end, which is far steadier, is compared to the rate that was asked for.
 """
 
 import math
