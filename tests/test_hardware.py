@@ -96,15 +96,14 @@ def test_every_chip_is_documented_and_plausible(name: str) -> None:
     assert 8e9 < chip.memory_bytes < 1e12
     slowest_ms = 500 if name == "dgx-spark" else 80  # LPDDR; to read all of it once
     assert 2 < chip.memory_bytes / chip.memory_bytes_per_s * 1e3 < slowest_ms
-    dtype = "fp16" if chip.generation == "volta" else "bf16"
-    balance_flop_per_byte = chip.matrix_peak(dtype) / chip.memory_bytes_per_s
+    balance_flop_per_byte = chip.matrix_peak(chip.training_dtype) / chip.memory_bytes_per_s
     assert 10 < balance_flop_per_byte < 1000
     matrix, vector = chip.matrix_flop_per_s, chip.vector_flop_per_s
     peaks = [matrix[d] for d in ("fp64", "fp32", "tf32", "bf16", "fp8", "fp4") if d in matrix]
     assert peaks == sorted(peaks)
     assert vector.get("fp64", 0) <= vector["fp32"] <= vector.get("fp16", math.inf)
     assert max(vector.values()) <= max(matrix.values())
-    if chip.generation not in ("volta", "tpu"):
+    if chip.generation not in ("volta", "turing", "tpu"):
         assert matrix["bf16"] == matrix["fp16"]
     if "fp8" in matrix and chip.generation not in ("tpu", "rubin", "trainium", "gaudi3"):
         check_close(matrix["fp8"], 2 * matrix["bf16"], rel=2e-2)
@@ -198,6 +197,17 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     assert cluster.chip.matrix_peak("bf16") == 500e12
     fewer = find_cluster(f"{tmp_path}/mine.toml:8")
     assert (fewer.num_chips, fewer.chip.name) == (8, "mine")
+
+
+def test_a_card_alone_needs_neither_links_nor_a_number(tmp_path: Path) -> None:
+    """More of them exchange over what joins each to its host; all that is missing is named at once."""
+    one = {"chip": {**OWN["chip"], "host_bytes_per_s": 16e9, "matrix_flop_per_s": {}}}
+    found = find_cluster(path := write_toml(tmp_path / "mine.toml", one))
+    assert (found.num_chips, found.levels[0].bytes_per_s) == (1, 16e9)
+    assert found.levels[0].peer_ranks == 1 and find_cluster(f"{path}:2").num_chips == 2
+    del one["chip"]["generation"], one["chip"]["vendor"]
+    with pytest.raises(ClusterError, match="vendor, generation missing; state all"):
+        find_cluster(write_toml(tmp_path / "mine.toml", one))
 
 
 def test_a_file_may_name_a_chip_of_the_catalog(tmp_path: Path) -> None:

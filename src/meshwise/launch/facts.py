@@ -141,11 +141,6 @@ def _layout_text(stages: tuple[int, ...], mtp_layers: int) -> str:
     return "|".join(texts)
 
 
-def _layout_of(text: str, mtp_layers: int | None) -> str:
-    """A stated layout, multi-token prediction on its last stage."""
-    return _layout_text(_layout_stages(text), mtp_layers or 0)
-
-
 def _layout_of_ends(
     num_layers: int | None, pp: int | None, chunks: int, first: int | None, last: int | None,
     mtp_layers: int | None,
@@ -184,7 +179,8 @@ _FUNCTIONS = {
 }
 """What formulas of the catalog call."""
 READING: dict[str, Any] = {
-    **{"layout_of": _layout_of, "layout_of_ends": _layout_of_ends, "chunks_of": _chunks_of},
-    **{"layout_stages": _layout_stages, "len": len},
+    "layout_of": lambda text, mtp_layers: _layout_text(_layout_stages(text), mtp_layers or 0),
+    **{"layout_of_ends": _layout_of_ends, "chunks_of": _chunks_of, "layout_stages": _layout_stages},
+    "len": len,
 }
 """What those of `[instead]` and `[recovered]` call."""

@@ -288,6 +288,9 @@ def _cluster(name: str, table: dict[str, Any], where: str) -> Cluster:
     if isinstance(chip, str):
         chip = find_chip(chip, f"{at}: ")
     elif isinstance(chip, dict):
+        if levels is None and "levels" not in chip and "host_bytes_per_s" in chip:  # more go through the host
+            levels = [{"name": "pcie-host", "bytes_per_s": chip["host_bytes_per_s"], "latency_s": 1.4e-6}]
+            stated.setdefault("num_chips", 1)
         chip = _chip(name, chip, levels, where)
     stated |= {"name": stated.get("name") or name} | ({"chip": chip} if chip else {})
     if isinstance(chip, Chip):
@@ -356,7 +359,8 @@ def find_cluster(text: str) -> Cluster:
 
     A text with a `/` or the ending `.toml` is a path. The file holds the fields of one entry of
     `catalog/clusters.toml` at its top level; its `chip` is a name of the catalog or a table with the
-    fields of `catalog/chips.toml`.
+    fields of `catalog/chips.toml`. Without `levels` it is one card, and more of them exchange over what
+    joins each to its host (`host_bytes_per_s`).
     """
     path, colon, count = text.rpartition(".toml:")
     if colon:

@@ -154,10 +154,8 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
 def _grids(tp: Sequence[int]) -> list[tuple[int, ...]]:
     """Grids of two and of three dimensions with as many ranks as one of `tp`."""
     pairs = sorted((side, ranks // side) for ranks in tp for side in divisors(ranks))
-    cubes = sorted(
-        (side, ranks // side**2) for ranks in tp for side in divisors(ranks) if not ranks % side**2
-    )
-    return [*pairs, *((side, side, depth) for side, depth in cubes)]
+    cubes = sorted((x, x, ranks // x**2) for ranks in tp for x in divisors(ranks) if not ranks % x**2)
+    return [*pairs, *cubes]
 
 
 def divisors(number: int) -> list[int]:
