@@ -191,10 +191,10 @@ def test_bytes_that_transformers_keeps_are_known_or_refused(family: str, what: s
 
 def test_modules_of_transformers_are_eager_under_any_implementation() -> None:
     """Of a tiny model, where the host is all that counts: 8 kernels for RMSNorm, 10 for rotary positions."""
-    liger = "huggingface,loss_fusion=kernels"
+    plans = ("megatron,software=torch-2023", "huggingface", "megatron,software=torch-2024-eager")
     fused, eager, same, with_liger = (
         mw.estimate(tiny("llama"), "h100-80g-sxm:1", f"implementation={one}", seq=64)
-        for one in ("megatron,software=torch-2023", "huggingface", "megatron,software=torch-2024-eager", liger)
+        for one in (*plans, "huggingface,loss_fusion=kernels")
     )
     assert with_liger.step_s == pytest.approx(fused.step_s, rel=0.1)
     assert eager.step_s / fused.step_s == pytest.approx(3.0, rel=0.2)

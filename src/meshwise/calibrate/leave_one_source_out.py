@@ -7,6 +7,7 @@ the intervals of `meshwise.estimate.intervals`.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -173,8 +174,10 @@ def aspects_of(expressed: Expressed) -> dict[str, str]:
 
 def measured(runs: Sequence[Expressed], aspect: str) -> list[str]:
     """What several sources measured of an aspect: what one alone did may be its own, not that of its chip."""
-    groups = grouped(runs, lambda each: aspects_of(each)[aspect])
-    return sorted(what for what, those in groups.items() if len({publication(one.run.source) for one in those}) > 1)
+    sources = defaultdict(set)
+    for each in runs:
+        sources[aspects_of(each)[aspect]].add(publication(each.run.source))
+    return sorted(what for what, those in sources.items() if len(those) > 1)
 
 
 def spread(runs: Sequence[Expressed], misses: Misses, quantity: str, regime: str) -> Spread:

@@ -11,12 +11,12 @@ Few sources say little about the next one. Each source of a regime counts once, 
 as one more; of K such, the log of the factor is as much wider as Student's distribution asks for:
 t(0.9, K - 1) sqrt(1 + 1/K) / z(0.9), 1.3 of 5 and 1.1 of 16.
 
-What was never measured is farther away, and what one source alone measured, whose runs may tell of themselves as
-much as of their chip. `aspects` name what a run is like: its generation of chips, its
-chip, its type on that generation, its software, its scale. For each aspect runs were also predicted as if
-nothing like them had been measured: from constants fitted without them, and without the kernels of their
-chips. What has to come upon the widths of their regimes for 8 of 10 of them to lie within is the distance d
-of the aspect, each chip (generation, ...) counting once. Distances are independent, so the log of a factor is
+What was never measured is farther away, and what one source alone measured, whose runs may tell of themselves
+as much as of their chip. `aspects` name what a run is like: its generation of chips, its chip, its type on
+that generation, its software, its scale. For each aspect runs were also predicted as if nothing like them had
+been measured: from constants fitted without them, and without the kernels of their chips. What has to come
+upon the widths of their regimes for 8 of 10 of them to lie within is the distance d of the aspect, each chip
+(generation, ...) counting once. Distances are independent, so the log of a factor is
 
     sqrt(w_regime^2 + sum over unmeasured aspects of d^2)
 
@@ -116,7 +116,7 @@ SCALES = (8, 128, 1_000, 4_000)
 
 
 def aspects(cluster: Cluster, plan: Plan) -> dict[str, str]:
-    """What a training step is like, by aspect, in words that follow "fewer than two sources measured runs"."""
+    """What a training step is like, by aspect: words that follow "fewer than two sources measured runs"."""
     chip = cluster.chip
     most = next((f"on up to {most:,} GPUs" for most in SCALES if cluster.num_chips <= most), "")
     return {
@@ -133,7 +133,7 @@ IMPLIED = {"generation": ("chip", "dtype")}
 
 
 def unmeasured(quantity: str, cluster: Cluster, plan: Plan, among: Spreads | None = None) -> dict[str, str]:
-    """The aspects of a step that no two sources' runs were like; a new generation is all new chips and types."""
+    """The aspects of a step that no two sources had; a new generation is all new chips and types."""
     measured = (among or spreads()).measured[quantity]
     missing = {name: what for name, what in aspects(cluster, plan).items() if what not in measured[name]}
     implied = [name for one in missing for name in IMPLIED.get(one, ())]

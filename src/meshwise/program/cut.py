@@ -42,8 +42,8 @@ class Cut:
     `narrow_matmuls`: fp8 or fp4, in which linear layers of blocks compute, and nothing else (PyTorch's way).
 
     `implementation` says whose software does the ops (`program.implementation`); it `is_eager` where no
-    element-wise kernels are fused but `fused_kernels`. `weighs_last`: it puts the answers of experts back in the order of
-    tokens before it weighs and adds them.
+    element-wise kernels are fused but `fused_kernels`. `weighs_last`: it puts the answers of experts back
+    in the order of tokens before it weighs and adds them.
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
     each sequence, and one new one (`seq`); the cache has `kv_bytes` an element. In both an expert computes
