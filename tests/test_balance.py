@@ -4,29 +4,17 @@ import random
 from typing import Any
 
 import meshwise as mw
+from data_tables import table
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.search.study import changed
 
-CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:128", "gb200:64", "h800-80g-sxm:256")
-MODELS = (
-    *("llama3-8b", "llama3-70b", "llama3.2-1b", "qwen3-0.6b", "gpt3-175b"),
-    *("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2", "deepseek-v3", "qwen3.5-397b-a17b"),
-)
-SOMETIMES = {
-    **{"tp": (1.0, (1, 2, 4, 8)), "pp": (1.0, (2, 3, 4, 6, 8, 16)), "zero": (1.0, (0, 1, 2, 3))},
-    **{"recompute": (0.75, ("none", "selective", "full")), "recompute_layers": (0.2, (1, 2, 4))},
-    **{"cp": (0.3, (2, 4)), "cp_kind": (0.5, ("ring", "ulysses", "all_gather")), "ep": (0.6, (2, 4, 8, 16))},
-    **{"overlap_tp": (0.15, (True,)), "overlap_ep": (0.15, (True,))},
-    **{"overlap_dp": (0.15, (False,)), "overlap_pp": (0.1, (False,))},
-    **{"dtype": (0.2, ("fp8",)), "optimizer": (0.1, ("muon",))},
-}
-"""How often a key is drawn, and among which values."""
+SOMETIMES, AMONG = table("drawn")["balance"].values()
 CHANGES = (("inner", 1.5), ("outer", 1.5), ("compute", 1.3), ("compute", 1.05), ("memory_rate", 1.5))
 
 
 def drawn(draw: random.Random) -> tuple[str, str, dict[str, Any], dict[str, int]]:
     """A model, a cluster, a plan with any schedule, and its work."""
-    schedule, model = draw.choice((*SCHEDULES, "1f1b", "interleaved")), draw.choice(MODELS)
+    schedule, model = draw.choice((*SCHEDULES, "1f1b", "interleaved")), draw.choice(AMONG["models"])
     keys: dict[str, Any] = {"schedule": schedule, "vpp": 1 + draw.randint(1, 5) * (schedule == "interleaved")}
     keys |= {key: draw.choice(values) for key, (often, values) in SOMETIMES.items() if draw.random() < often}
     if keys.get("recompute") != "full":
@@ -34,7 +22,7 @@ def drawn(draw: random.Random) -> tuple[str, str, dict[str, Any], dict[str, int]
     if mw.find_model(model).moe is None:
         keys.pop("ep", None)
     work = {"batch": draw.choice((64, 256, 1024)), "seq": draw.choice((2048, 4096, 8192))}
-    return model, draw.choice(CLUSTERS), keys, work
+    return model, draw.choice(AMONG["clusters"]), keys, work
 
 
 def test_a_faster_machine_makes_no_plan_slower() -> None:

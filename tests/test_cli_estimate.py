@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from data_tables import table
 from meshwise.core.ledger import COLUMNS
 from meshwise.core.units import duration, quantity
 from meshwise.machine.hardware import find_chip
@@ -108,23 +109,7 @@ def test_power_lies_between_waiting_and_the_limit_and_a_building_multiplies_it(m
     assert failing["co2_kg"] / run["co2_kg"] == pytest.approx(failing["run_s"] / run["run_s"])
 
 
-FULL = "--plan recompute=full"
-GLM = "glm-4.5-air --cluster h100-80g-sxm:256 --plan tp=2,pp=4,stages=even,ep=16,etp=1"
-DEEPSEEK = "deepseek-v3 --cluster h100-80g-sxm:1024 --batch 8192 --seq 4096 --microbatch 4"
-
-
-@pytest.mark.parametrize(
-    ("job", "said"),
-    [
-        ("llama3-70b --cluster h100-80g-sxm:64 --plan tp=8,pp=4 --batch 128 --seq 8192", "of one that fits"),
-        ("llama3-8b --cluster h100-80g-sxm:8 --batch 16 --seq 8192", "one change away"),
-        (f"{GLM} --batch 256 --seq 4096", "one change away"),
-        ("llama3-70b --cluster h100-80g-sxm:8 --batch 128 --seq 8192", "further away"),
-        (f"llama3-70b --cluster 4090:1 {FULL} --batch 16 --seq 2048", "no plan fits; fits with"),
-        (f"llama3-8b --cluster 3060:1 {FULL},lora_rank=16 --batch 8 --seq 1024", "no plan fits; fits with"),
-        (f"{DEEPSEEK} {FULL},zero=3,ep=16,dispatch=per_rank", "no change of one key"),
-    ],
-)
+@pytest.mark.parametrize(("job", "said"), table("tables")["cli"]["next"])
 def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said: str) -> None:
     """A change that is offered fits, and takes as long as `estimate` with it says."""
     text = " ".join(meshwise("estimate", *job.split()).out.split())

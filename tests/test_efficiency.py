@@ -332,19 +332,11 @@ def test_fit_recovers_the_machine_that_made_the_rows():
     assert fitted["gemm.bf16"].memory_frac == pytest.approx(0.75, rel=0.05)
 
 
-SEARCHED = {
-    **{kind: (kind,) for kind in ("gemm", "cast", "decode", "peer")},
-    **{"attention": ("attention", "backward"), "experts": ("experts", "activation")},
-    **{"inner": ("link", "own_part", "switch", "host"), "outer": ("link", "tree")},
-    "dispatch": ("dispatch", "ranks", "local_experts", "nodes", "cores"),
-}
-
-
 def test_no_constant_of_the_catalog_ends_where_its_search_ended():
     """Such a one stands in for something else; all of what the hardware has (a share of 1) is none."""
     catalog = tomllib.loads(resources.files("meshwise").joinpath("catalog/efficiency.toml").read_text())
     seen = 0
-    for kind, boxes in SEARCHED.items():
+    for kind, boxes in TABLES["searched"].items():
         limits = {name: box for each in boxes for name, box in fit.BOXES[each].items()}
         for chip, variants in catalog[kind].items():
             for variant, entry in variants.items():

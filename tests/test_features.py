@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_tables import CONFIGS
+from data_tables import CONFIGS, table
 from meshwise.cost.op import attended_pairs
 from meshwise.model import architecture
 from meshwise.model.architecture import (
@@ -70,33 +70,25 @@ TOWER = architecture.Tower(
 WAN, FLUX = (find_model(name) for name in ("wan2.1-1.3b", "flux"))
 SOUND = replace(VIT_B, patches=None, frames=architecture.Frames(number=64, channels=80))
 TABLE = architecture.Distances(rows=512, num_scores=2, norm=True, shared=True)
+OTHERS, OF_PARTS, ELSEWHERE = table("features").values()
 ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value of each of these fields
+    (LLAMA, OTHERS["llama"]),
     (
         LLAMA,
         {
-            **{"num_layers": 5, "hidden": 2048, "ffn_hidden": 8192, "num_heads": 16, "num_kv_heads": 4},
-            **{"head_dim": 64, "vocab": 32000, "activation": "geglu", "norm": "layernorm"},
-            **{"linear_bias": True, "qkv_bias": True, "out_bias": True, "positions": "none"},
-            **{"tied_embedding": True, "causal": False, "norm_bias": True, "norm_weight": False},
-            **{"num_norms": 4, "final_norm": False, "embedding_norm": True, "qk_norm": True},
-            **{"fused_qkv": True, "layer_scale": True},
-            **{"layers": (Layer(), Layer(window=64), Layer(), Layer()), "attention_gate": True},
-            **{"parallel_block": True, "sinks": True, "attention_softcap": True, "logit_softcap": True},
-            **{"sliding_window": 64, "lm_head": False, "head_bias": True, "mlm_transform": True},
-            **{"mtp_layers": 1, "dropout_frac": 0.1, "encoder": Encoder(num_layers=2)},
-            **{"per_layer": PerLayer(rows=1000, width=64), "streams": Streams(number=4, laurel_rank=64)},
-            **{"keys": "values", "v_head_dim": 64, "sparse": Sparse(heads=4, head_dim=32, top_k=64)},
-            **{"low_rank": LowRank(query=512, out=256, groups=8)},
-            **{"sides": (architecture.Side(module="head", name="score", d_in=4096, d_out=4),)},
+            "layers": (Layer(), Layer(window=64), Layer(), Layer()),
+            "encoder": Encoder(num_layers=2),
+            "per_layer": PerLayer(rows=1000, width=64),
+            "streams": Streams(number=4, laurel_rank=64),
+            "sparse": Sparse(heads=4, head_dim=32, top_k=64),
+            "low_rank": LowRank(query=512, out=256, groups=8),
+            "sides": (architecture.Side(module="head", name="score", d_in=4096, d_out=4),),
             "towers": (TOWER,),
         },
     ),
-    (GPT, {"max_seq": 1024, "extra_position_rows": 2, "key_bias": False}),
-    (BERT, {"token_types": 3, "pooler": False, "distances": TABLE}),
-    (
-        VIT_B,
-        {"num_classes": 10} | {"classifier_bias": False, "classifies_tokens": True, "attention_pool": True},
-    ),
+    (GPT, OTHERS["gpt"]),
+    (BERT, OTHERS["bert"] | {"distances": TABLE}),
+    (VIT_B, OTHERS["vit"]),
 ]
 CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     **{name: (model, {name: value}) for model, others in ONE_OTHER for name, value in others.items()},
@@ -113,45 +105,22 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }
 DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out", "quantized"}
-PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and other values than the double
-    "mla": (SPARSE, {}),
-    "moe": (
-        replace(DEEPSEEK, linear_bias=True, moe=replace(DEEPSEEK.moe, latent=1024)),  # type: ignore[type-var]
-        dict.fromkeys(("shared_gate", "router_bias", "narrow_weights", "own_norms"), True)
-        | {"zero_experts": 8, "latent_norm": True, "copies": 32, "image_ffn_hidden": 512}
-        | {"first_dense_layers": 1, "every": 2, "capacity_factor": 1.25, "balance_bias": False},
-    ),
-    "recurrence": (
-        SCAN, {"kind": "conv", "norm": False} | dict.fromkeys(("conv_bias", "bias", "inner_norms"), True),
-    ),
-    "encoder": (replace(GPT, encoder=Encoder(num_layers=2, seq=128, channels=80)), {"num_layers": 1}),
-    "distances": (
-        replace(BERT, distances=replace(TABLE, num_scores=1)),
-        {"norm": False, "shared": False},
-    ),
-    "per_layer": (replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)), {}),
-    "sparse": (SPARSE, {"weighted": False}),
-    "low_rank": (replace(LLAMA, low_rank=LowRank(query=512, out=256, groups=8)), {}),
-    "streams": (
-        replace(LLAMA, streams=Streams(number=4)),
-        {"laurel_rank": 64, "between": False, "gate_rank": 64},
-    ),
-    "diffusion": (
-        replace(FLUX, layers=(), positions="none"),
-        {"text": "cross", "modulation": "shared", "guidance": False, "num_classes": 10, "refiner_layers": 1},
-    ),
-    "patches": (VIT_B, {"class_token": False, "mask_token": True, "bias": False, "out_channels": 3}),
-}  # fmt: skip
-ELSEWHERE = {
-    "moe": {"num_shared_experts"},
-    "recurrence": {"num_groups", "gate_rank", "wide_gate", "wide_decay"},
-    "mla": set(),
-    "diffusion": {"side_stride", "frame_stride", "text_tokens"},
+PARTS: dict[str, Model] = {  # a model with the part
+    "mla": SPARSE,
+    "moe": replace(DEEPSEEK, linear_bias=True, moe=replace(DEEPSEEK.moe, latent=1024)),  # type: ignore[type-var]
+    "recurrence": SCAN,
+    "encoder": replace(GPT, encoder=Encoder(num_layers=2, seq=128, channels=80)),
+    "distances": replace(BERT, distances=replace(TABLE, num_scores=1)),
+    "per_layer": replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)),
+    "sparse": SPARSE,
+    "low_rank": replace(LLAMA, low_rank=LowRank(query=512, out=256, groups=8)),
+    "streams": replace(LLAMA, streams=Streams(number=4)),
+    "diffusion": replace(FLUX, layers=(), positions="none"),
+    "patches": VIT_B,
 }
-"""Fields of parts that only descriptions or other kinds of the part have."""
 FIELDS = [
     (part, field.name)
-    for part, (model, _) in PARTS.items()
+    for part, model in PARTS.items()
     for field in fields(getattr(model, part))
     if field.name not in ELSEWHERE.get(part, ())
 ]
@@ -171,10 +140,9 @@ def test_a_field_changes_the_ops(field: str) -> None:
 
 @pytest.mark.parametrize(("part", "field"), FIELDS)
 def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
-    model, special = PARTS[part]
-    model = replace(model, **SHORT)
-    whole = getattr(model, part)
-    value = special.get(field, 2 * getattr(whole, field))
+    model = replace(PARTS[part], **SHORT)
+    whole, special = getattr(model, part), OF_PARTS.get(part, {})
+    value = special[field] if field in special else 2 * getattr(whole, field)
     changed: dict[str, Any] = {part: replace(whole, **{field: value})}
     if part == "mla":
         mla = changed[part]

@@ -10,12 +10,7 @@ from data_tables import table
 from meshwise.model.find import find_model
 from meshwise.model.weights import head_weights, mtp_weights, num_block_params, num_weights
 
-JOBS = {
-    "llama3-8b": ("h100-80g-sxm:32", 256),
-    "qwen3-0.6b": ("h100-80g-sxm:8", 64),
-    "mixtral-8x7b": ("h100-80g-sxm:32", 256),
-    "deepseek-v2": ("h200-sxm:32", 256),
-}
+JOBS = table("drawn")["memory_jobs"]
 """Models on clusters, with batches of several microbatches: of one, stage 2 costs what stage 1 does."""
 VALUES = table("drawn")["memory_has_a_price"]
 """Not tried: gpipe (1F1B does the same work and keeps fewer microbatches alive), and zero=0 (stage 1 gathers

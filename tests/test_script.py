@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_tables import SCRIPTS
+from data_tables import DATA, SCRIPTS, table
 
 pytest.importorskip("torch")
 
@@ -206,25 +206,10 @@ def test_launchers_start_the_one_rank(tmp_path: Path, meshwise: Any) -> None:
     assert (done.code, done.err[:59]) == (2, "meshwise: the launcher starts 16 ranks, but --ranks is 8; m")
 
 
-CARD = """
-num_chips = 1
-levels = [{ name = "pcie", bytes_per_s = 12e9, latency_s = 3e-6 }]
-[chip]
-vendor = "nvidia"
-generation = "turing"
-memory_bytes = 16e9
-memory_bytes_per_s = 320e9
-matrix_flop_per_s = { fp16 = 65e12 }
-vector_flop_per_s = { fp32 = 8e12 }
-"""
-
-
 def test_one_card_of_ones_own(tmp_path: Path, meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the CUDA context it does not hold 15 of its 16 GB; plain `python` is no rank of torchrun's."""
     monkeypatch.setenv("RANK", "3")
-    card = tmp_path / "card.toml"
-    card.write_text(CARD)
-    words = ("dryrun", "--device", str(card), "--json", "--", "python")
+    words = ("dryrun", "--device", str(DATA / "own_card.toml"), "--json", "--", "python")
     text = "assert 'RANK' not in os.environ\ntorch.zeros(15 * 10**9, dtype=torch.uint8, device='cuda')\n"
     found = meshwise(*words, *written(tmp_path, text)[1:]).document
     assert (found["fits"], found["peak_bytes"] // 10**9) == (False, 15)
@@ -235,36 +220,12 @@ def test_one_card_of_ones_own(tmp_path: Path, meshwise: Any, monkeypatch: pytest
     assert meshwise(*words, "-m", "torch.distributed.run", path).document["fits"]
 
 
-ON_CPU = "from torch.nn.parallel import DistributedDataParallel as DDP\ndist.init_process_group('gloo')\n"
-ON_CPU += "DDP(torch.nn.Linear(3, 1))(torch.ones(3)).backward()"
-CUSTOM = """
-half = torch.library.custom_op("mine::half", torch.abs, mutates_args=(), schema="(Tensor x) -> Tensor")
-half(torch.ones(4, device="cuda"))
-"""
-UNLIKE = "torch.ones(2, 2, device='cuda', dtype=torch.half) @ torch.ones(2, 2, device='cuda')"
-WRITTEN = "y = torch.ones(2, device='cuda', requires_grad=True).exp()\ny.add_(1)\ny.sum().backward()"
-
-
-@pytest.mark.parametrize(
-    ("rank", "text", "sentence", "code"),
-    [
-        (5, "torch.ones(3, device='cuda') @ torch.ones(2, device='cuda')", r"train\.py:2: RuntimeError", 1),
-        (5, UNLIKE, r"train\.py:2: RuntimeError: mm of torch\.float16, torch\.float16 and torch\.float32", 1),
-        (5, WRITTEN, r"train\.py:4: RuntimeError: a tensor that the backward needs was changed in place", 1),
-        (5, "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(3))", "cpu:gloo,cuda:nccl", 1),
-        (0, "dist.init_process_group('nccl', rank=0, world_size=4)", "rank 0 of 4, but --ranks is 8", 2),
-        (0, "torch.cuda.is_available() and os._exit(3)", "ended with exit code 3", 1),
-        (5, "os.kill(os.getpid(), 9)", "was ended by SIGKILL before its end", 1),
-        (5, CUSTOM, r"mine::half.*give it a shape: torch\.library\.register_fake", 1),
-        (5, ON_CPU, "put no tensor on the GPU; make it use cuda", 1),
-    ],
-)
-def test_what_breaks_is_named_with_its_place(
-    rank: int, text: str, sentence: str, code: int, tmp_path: Path, meshwise: Any
-) -> None:
-    done = meshwise("dryrun", "--ranks", "8", "--rank", str(rank), "--", *written(tmp_path, text))
-    assert done.code == code and re.search(sentence, done.err), done.err
-    assert code == 1 or len(done.err.splitlines()) == 1
+@pytest.mark.parametrize("stated", table("breaking_scripts")["scripts"], ids=lambda of: of["says"][:40])
+def test_what_breaks_is_named_with_its_place(stated: Any, tmp_path: Path, meshwise: Any) -> None:
+    of = {"rank": 5, "code": 1} | stated
+    done = meshwise("dryrun", "--ranks", "8", "--rank", str(of["rank"]), "--", *written(tmp_path, of["text"]))
+    assert done.code == of["code"] and re.search(of["says"], done.err), done.err
+    assert done.code == 1 or len(done.err.splitlines()) == 1
 
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": LAYERS, "n_head": 4, "vocab_size": 1000,

@@ -201,19 +201,13 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     assert len(without.ledger.where(phase="recompute")) == 0
 
 
-@pytest.mark.parametrize(("model", "plan", "left_out"), [
-    ("llama3-8b", "cp=4,cp_kind=ring,implementation=fsdp2", {"fc2", "residual2"}),
-    ("nemotron-h-56b", "software=torch-2024", {"out_proj", "residual1", "fc2", "residual2"}),
-    ("qwen3-30b-a3b", "ep=8,implementation=fsdp2", {"combine", "residual2"}),
-    ("llama3-8b", "implementation=huggingface,lora_rank=16", {"down_lora_b", "down_lora_add", "residual2"}),
-    ("llama3-8b", "implementation=huggingface,software=torch-2023", set()),
-])  # fmt: skip
-def test_early_stop_leaves_out_what_follows_the_last_kept(model: str, plan: str, left_out: set[str]) -> None:
+@pytest.mark.parametrize(("model", "plan", "left_out"), table("tables")["early_stop"])
+def test_early_stop_leaves_out_what_follows_the_last_kept(model: str, plan: str, left_out: list[str]) -> None:
     rows = priced(model, f"recompute=full,zero=3,{plan}", cluster="h200-sxm:64").ledger.rows()
     ops = [(row["module"], row["op"], row["phase"]) for row in rows if "layer" in row["module"]]
     once = Counter(one[:2] for one in ops if one[2] == "forward")
     once.subtract(Counter(one[:2] for one in ops if one[2] == "recompute"))
-    assert {name for (_, name), count in once.items() if count} == left_out
+    assert {name for (_, name), count in once.items() if count} == {*left_out}
 
 
 def test_states_of_experts_lie_on_all_their_replicas() -> None:
@@ -250,15 +244,7 @@ def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int
     assert float(of.pace.time.total_s) == pytest.approx(slowest, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "plan"),
-    [
-        ("kimi-k2", 65536, "tp=4,pp=8,vpp=4,ep=128,etp=1,dispatch=per_rank,dtype=fp8"),
-        *(("llama3-8b", 4, f"pp=4,schedule={name}") for name in ("1f1b", "zb-v", "dualpipe")),
-        *(("llama3-8b", 2, "pp=2,vpp=2"), ("gemma3-270m", 64, "pp=2,vpp=4")),
-        *(("nemotron-3-nano", 128, "pp=8"), ("llama3.2-1b", 128, "pp=4,vpp=2")),
-    ],
-)
+@pytest.mark.parametrize(("model", "ranks", "plan"), table("tables")["listed_stages"])
 def test_a_plan_costs_the_same_listed_and_among_others(model: str, ranks: int, plan: str) -> None:
     """Where layers do not divide, too: an interleaved schedule keeps step."""
     cluster, job = f"h100-80g-sxm:{ranks}", {"batch": 16384, "seq": 1024}
