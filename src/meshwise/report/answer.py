@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from numpy.typing import NDArray
 
-from meshwise.core.files import read_catalog
-from meshwise.report.table import Facts, Table
+from meshwise.report.table import WORDS, Facts, Table
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -58,7 +57,7 @@ COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da
 LIMIT_COLOR, FRONT_COLOR, SUM_COLOR, ROOF_COLOR = "#d62728", "#d62728", "#7f7f7f", "#7f7f7f"
 MORE_COLOR, LESS_COLOR = COLORS[4], COLORS[3]
 """What takes longer than expected, and what takes less."""
-PART_COLORS: dict[str, str] = read_catalog("words.toml")["part_colors"]
+PART_COLORS: dict[str, str] = WORDS["part_colors"]
 """The parts of a step's time and of a rank's memory."""
 OTHER_COLOR, INK, IDLE_COLOR = "#999999", "#333333", "#e9e9e9"
 """A page shows the last two, and white, in its own colors of text, lines and paper."""

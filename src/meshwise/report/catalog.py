@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from meshwise.core.files import read_catalog
 from meshwise.core.units import parameters, with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.report.table import TABLES, Table, records_table
+from meshwise.report.table import TABLES, WORDS, Table, records_table
 
-_FIELDS: dict[str, list[str]] = read_catalog("words.toml")["fields"]
+_FIELDS: dict[str, list[str]] = WORDS["fields"]
 
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:

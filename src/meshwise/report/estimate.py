@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.files import read_catalog
 from meshwise.core.ledger import PHASES, TEXT_COLUMNS, Ledger
 from meshwise.core.units import dollars, duration, long_duration, mass, of_capacity, with_prefix
 from meshwise.cost.simulate import Timeline
@@ -25,12 +24,12 @@ from meshwise.program.parts import layer_names
 from meshwise.report import answer as plot
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.search import why_none
-from meshwise.report.table import TABLES, Facts, Table, pair_row, records_table
+from meshwise.report.table import TABLES, WORDS, Facts, Table, pair_row, records_table
 from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
 
 MAX_ACTIONS = 20_000
 """A pipeline that cannot be shown with fewer actions is not drawn."""
-_ACTIONS: dict[str, str] = read_catalog("words.toml")["action_colors"]
+_ACTIONS: dict[str, str] = WORDS["action_colors"]
 _PHASES: dict[str, tuple[str, Any]] = {
     "forward": (plot.COLORS[0], "circle"), "backward": (plot.COLORS[3], "triangle-up"),
 }  # fmt: skip

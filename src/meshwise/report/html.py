@@ -21,7 +21,7 @@ from meshwise.core.extras import import_extra
 from meshwise.core.files import check_writable, write_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import Facts, Table
+from meshwise.report.table import WORDS, Facts, Table
 
 
 def write_page(page: Page, path: Path) -> None:
@@ -153,16 +153,8 @@ def plotly_figure(chart: plot.Chart) -> dict[str, Any]:
     return {"data": data, "layout": layout}
 
 
-_NUMBERS: dict[str, dict[str, Any]] = {
-    "prefix": {"tickformat": "~s", "hoverformat": ".4~s"},
-    "percent": {"tickformat": ".0%", "hoverformat": ".1%"},
-    "count": {"tickformat": ",~f", "hoverformat": ",~f"},
-    "power": {"exponentformat": "power", "hoverformat": ".2e"},
-}
-
-
 def _axis(axis: plot.ChartAxis) -> dict[str, Any]:
-    look = _NUMBERS[axis.numbers] | {"ticksuffix": axis.unit}
+    look = WORDS["numbers"][axis.numbers] | {"ticksuffix": axis.unit}
     if axis.title:
         look["title"] = {"text": axis.title}
     if axis.ticks:

@@ -10,14 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwise.core.files import read_catalog
 from meshwise.report.answer import Chart, Page, Picture, Section, Text
-from meshwise.report.table import Table, wrapped
+from meshwise.report.table import WORDS, Table, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MODULES: dict[str, str] = read_catalog("words.toml")["modules"]
+_MODULES: dict[str, str] = WORDS["modules"]
 """The module of this folder that states what is shown of a result, by its class; how its functions begin."""
 _WIDTH = 120
 """Characters of a line, as of a command in a pipe."""

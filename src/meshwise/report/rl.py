@@ -3,17 +3,16 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
-from meshwise.report.table import TABLES, Table, percent, records_table
+from meshwise.report.table import TABLES, WORDS, Table, percent, records_table
 from meshwise.rl.best_split import RlAnswer
 from meshwise.rl.step import PHASES, RlStep
 from meshwise.rl.step_log import RlExplanation
 from meshwise.search.search import MEMORY_FRAC
 
-_OF_PHASES: dict[str, str] = read_catalog("words.toml")["rl_phases"]
+_OF_PHASES: dict[str, str] = WORDS["rl_phases"]
 
 
 def parts(answer: RlAnswer) -> Iterator[Section]:

@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 from meshwise.core.columns import grouped
-from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
 from meshwise.core.units import dollars, duration, long_duration, mass, parameters, with_prefix
 from meshwise.estimate.adverse import Adversity, together
@@ -23,7 +22,7 @@ from meshwise.launch.settings import training_on
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import TABLES, Table, difference_text, pair_row, records_table
+from meshwise.report.table import TABLES, WORDS, Table, difference_text, pair_row, records_table
 from meshwise.search.basis import NOTABLE, Basis
 from meshwise.search.best_plans import Found
 from meshwise.search.difference import Reason
@@ -358,7 +357,7 @@ def _choice(study: Study, budget: TokenBudget, runs: Mapping[int, Mapping[str, A
     return f"chosen, fewest {by}: {study.points[chosen].name} ({taken}, failures included)"
 
 
-FRONTS: dict[str, str] = read_catalog("words.toml")["fronts"]
+FRONTS: dict[str, str] = WORDS["fronts"]
 """What the fronts are called in a table."""
 
 
@@ -394,8 +393,7 @@ def study_picture(study: Study) -> plot.Picture:
 
 # --- what a card fine-tunes -----------------------------------------------------------------------
 
-_WORDS = read_catalog("words.toml")
-TITLES, MEANINGS = _WORDS["methods"], _WORDS["method_meanings"]
+TITLES, MEANINGS = WORDS["methods"], WORDS["method_meanings"]
 
 
 def card_parts(found: CardFit, *, everything: bool = False) -> Iterator[Section]:

@@ -158,10 +158,9 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-UNITS = {
-    **{"bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "per_s": "", "bytes": "B", "flop": "FLOP"},
-    **{"_s": "s", "seconds": "s"},
-}
+WORDS: dict[str, Any] = read_catalog("words.toml")
+"""What reports call things, and what they say of them."""
+UNITS: dict[str, str] = WORDS["units"]
 """Units by the end of a name, the longest first."""
 TABLES: dict[str, dict[str, str]] = read_catalog("tables.toml")
 """What tables show of their records: headings, and the expression of each."""

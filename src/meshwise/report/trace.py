@@ -10,12 +10,11 @@ from functools import partial
 
 import numpy as np
 
-from meshwise.core.files import read_catalog
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, Section, Text
-from meshwise.report.table import TABLES, Table, bar, difference_text, records_table
+from meshwise.report.table import TABLES, WORDS, Table, bar, difference_text, records_table
 from meshwise.trace.breakdown import PARTS
 from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath, critical_path
@@ -180,7 +179,7 @@ def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
 
 PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", plot.IDLE_COLOR), strict=True))
 _LATE = (-np.inf, -1e9, 0.02, 0.05, 0.1, 0.2, 0.5)
-_LATE_COLORS: dict[str, str] = read_catalog("words.toml")["lateness_colors"]
+_LATE_COLORS: dict[str, str] = WORDS["lateness_colors"]
 _MOST_LANES = 64
 NUM_BINS = 1200
 _NUM_FINDINGS = 3

@@ -24,19 +24,17 @@ from meshwise.calibrate.fit_steps import StepFit
 from meshwise.calibrate.validate import UNFIT, Prediction, Validation, coverage_frac
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_catalog
 from meshwise.core.refusals import told
 from meshwise.core.units import duration, with_prefix
 from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc import TOLERANCE, CaseCheck
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
-from meshwise.report.table import TABLES, Table, percent, records_table
+from meshwise.report.table import TABLES, WORDS, Table, percent, records_table
 
-_WORDS = read_catalog("words.toml")
-TITLES: dict[str, str] = _WORDS["quantities"]
+TITLES: dict[str, str] = WORDS["quantities"]
 """What a quantity is called."""
-_NONE_OF: dict[str, str] = _WORDS["none_of_validation"]
+_NONE_OF: dict[str, str] = WORDS["none_of_validation"]
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
 

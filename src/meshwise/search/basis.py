@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.files import read_catalog
 from meshwise.core.units import duration
 from meshwise.estimate.adverse import together
 from meshwise.estimate.one_plan import Estimate
@@ -22,10 +23,7 @@ from meshwise.program.implementation import loss_fusion
 NOTABLE = 0.005
 """Share of a step from which on a difference, or communication that hides, is worth a word."""
 
-KINDS = {
-    "gemm": "matmuls", "attention": "attention", "memory": "memory", "inner": "links", "outer": "network",
-    "pcie": "PCIe",
-}  # fmt: skip
+KINDS: dict[str, str] = read_catalog("words.toml")["efficiencies"]
 """What has an efficiency, in a word."""
 
 
