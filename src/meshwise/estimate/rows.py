@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from meshwise.core.ledger import LEDGER
 from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
@@ -29,14 +30,7 @@ from meshwise.program.walk import with_saved_bytes
 
 Row = dict[str, Any]
 
-SPENT = {
-    "host": "host",
-    "next_microbatch": "host",
-    "add_gradients": "memory",
-    "offload": "offload",
-    "bubble": "bubble",
-    "stragglers": "stragglers",
-}
+SPENT: dict[str, str] = LEDGER["spent"]
 """What the time of a row that is no op of the layout is spent on, by its name; see `spent_on`."""
 
 

@@ -207,12 +207,9 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-NUMBERS = (
-    *("tp", "cp", "cp_kind", "ulysses", "pp", "vpp", "schedule", "dp", "ep", "etp", "dispatch"),
-    *("zero_group", "imbalance"),
-    *("recompute", "recompute_layers", "zero", "offload_optimizer", "offload_activations"),
-    *("overlap_dp", "overlap_pp"),
-)
+PLAN_LISTS: dict[str, list[str]] = read_catalog("plan_lists.toml")
+"""Keys by what they are for."""
+NUMBERS = PLAN_LISTS["numbers"]
 """Keys that are numbers (see `number_of`), so that a grid of plans can have an axis of each."""
 KINDS = {"cp_kind": CP_KINDS, "schedule": SCHEDULES, "dispatch": DISPATCH, "recompute": RECOMPUTE}
 """Those of them whose values are names; the number is the place among these."""

@@ -4,12 +4,13 @@ Each part is a list of ops, forward and backward, for one microbatch. How often 
 pipeline stage's affair (`meshwise.estimate.stage`).
 """
 
+from meshwise.core.ledger import LEDGER
 from meshwise.core.numbers import larger
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
-from meshwise.plan.plan import DISPATCH, NARROW_DTYPES
+from meshwise.plan.plan import DISPATCH, NARROW_DTYPES, PLAN_LISTS
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
@@ -19,14 +20,7 @@ from meshwise.program.serving import as_kept, serving_block, serving_embed, serv
 from meshwise.program.vocabulary import embed, head
 
 EMBEDDING, HEAD = "embedding", "head"
-MIXERS = {
-    "attention": "",
-    "alone": "attention_",
-    "recurrence": "recurrent_",
-    "beside": "attention_and_recurrent_",
-    "cross": "cross_attention_",
-    "none": "mlp_",
-}
+MIXERS: dict[str, str] = LEDGER["mixers"]
 """How the name of a block begins, by what it has in place of attention; `alone`: attention without an MLP."""
 FP8_TILE = 128
 """Elements of a token in fp8 that share an fp32 scale (DeepSeek-V3, arXiv 2412.19437)."""
@@ -35,10 +29,7 @@ FP8_TOKEN_BYTES = 1.0 + 4.0 / FP8_TILE
 
 
 OF_MESH = ("kind", "microbatch", "tp", "ulysses", "ring", "ring_rank", "ep", "etp", "imbalance", "grid")
-OF_PLAN = (
-    *("wide_modules", "head_dtype", "loss_chunks", "layout", "lora_rank"),
-    *("lora_targets", "lora_dropout", "implementation"),
-)
+OF_PLAN: list[str] = PLAN_LISTS["of_cut"]
 """What a cut has of its mesh and of its plan as it is there."""
 
 

@@ -14,7 +14,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import Estimate
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import training_on
-from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.plan.plan import DEFAULTS, PLAN_LISTS, Plan
 from meshwise.search.search import Result, search
 
 _LEAST_GAIN = 0.01
@@ -61,11 +61,7 @@ def next_step(found: Estimate) -> NextStep | None:
     return min(fitting, key=lambda one: one.run.step_s, default=None)
 
 
-COMPUTED = (
-    *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks", "loss_fusion"),
-    *("param_dtype", "lora_rank", "lora_targets", "lora_dropout", "frozen_dtype", "imbalance"),
-    *("optimizer_in_bwd", "implementation", "software"),
-)
+COMPUTED = PLAN_LISTS["computed"]
 """Keys that say what a job computes, and by whose software: a search leaves them as they are."""
 
 

@@ -30,10 +30,7 @@ CAPS = {"tp": 64, "pp": 128, "vpp": 16}
 RECOMPUTED_LAYERS = (None, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Layers of a stage that full recomputation covers (None: all)."""
 
-USUAL = (
-    *("tp", "cp", "cp_kind", "pp", "vpp", "schedule", "microbatch", "recompute", "recompute_layers", "zero"),
-    *("ep", "etp", "dispatch"),
-)
+USUAL = plan.PLAN_LISTS["usual"]
 USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDULES[1:]}
 """Kinds that are tried unless the key is `*`: GPipe and the two-level exchange are for those who ask."""
 

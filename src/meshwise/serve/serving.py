@@ -39,7 +39,7 @@ from meshwise.model.architecture import Model, Side, layer_kind
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import PLAN_LISTS, Plan
 from meshwise.plan.rules import resolve
 from meshwise.plan.stages import Stage, stages_of
 from meshwise.plan.workload import Workload, quantized_note
@@ -56,10 +56,7 @@ PREFILL_TOKENS = 8192
 MANY_TOKENS = 32768.0
 """Tokens of a pass that give every expert work enough to hide that its weights are read."""
 
-PLAN_KEYS = (
-    *("tp", "cp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype"),
-    *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep", "tower_dp"),
-)
+PLAN_KEYS = PLAN_LISTS["served"]
 PARTS = (
     *("draft", "attention", "projections", "recurrence", "mlp", "experts"),
     *("comm_tp", "comm_cp", "comm_ep", "comm_pp", "ends", "engine"),
