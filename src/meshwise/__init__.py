@@ -76,16 +76,8 @@ _HOME = {
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
 __all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"]
-__all__ += [
-    "budget",
-    "find_cluster",
-    "find_model",
-    "fit_card",
-    "on_ray",
-    "parse_plan",
-    "plan_text",
-    "validate",
-]
+__all__ += ["budget", "find_cluster", "find_model", "fit_card"]
+__all__ += ["on_ray", "parse_plan", "plan_text", "validate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,19 +25,13 @@ from meshwise.core.errors import DataError, ModelError
 from meshwise.core.expressions import formulas
 from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
+from meshwise.core.toml import held_types
 from meshwise.model.find import find_model
 
-_KINDS: dict[str, Any] = {
-    "text": Annotated[str, msgspec.Meta(description="a text")],
-    "count": Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")],
-    "size": Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")],
-    "year": Annotated[int, msgspec.Meta(ge=1900, le=9999, description="a year of four digits")],
-    "number": Annotated[float, msgspec.Meta(ge=1e-18, le=1e18, description="a number above zero")],
-    "share": Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")],
-    "switch": Annotated[bool, msgspec.Meta(description="0 or 1")],
-}
+_COLUMNS = read_catalog("run_columns.toml")
+_KINDS = held_types(_COLUMNS["kinds"])
 """What a cell may hold, by the name that `catalog/run_columns.toml` has for it."""
-_NEEDED, _OTHERS = (read_catalog("run_columns.toml")[part] for part in ("needed", "others"))
+_NEEDED, _OTHERS = _COLUMNS["needed"], _COLUMNS["others"]
 _HELD: dict[str, Any] = _NEEDED | _OTHERS
 _TYPES = {
     name: Literal[tuple(held)] if isinstance(held, list) else _KINDS[held] for name, held in _HELD.items()
@@ -68,10 +62,7 @@ class Run(_Columns):
 
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "derived_step_time_s", "mem_gb_per_gpu")
 
-SHAPE = {
-    **{"layers": "num_layers", "hidden": "hidden", "ffn_hidden": "ffn_hidden"},
-    **{"heads": "num_heads", "kv_heads": "num_kv_heads", "vocab": "vocab"},
-}
+SHAPE: dict[str, str] = _COLUMNS["shape"]
 """Columns that may be empty where `model` is a preset or the path of a config, and the fields of `Model`."""
 REQUIRED = tuple(name for name in _NEEDED if name not in SHAPE)
 

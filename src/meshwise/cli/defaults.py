@@ -23,15 +23,13 @@ from typing import Any, get_args
 
 from meshwise.cli.command import flags
 from meshwise.core.errors import DataError
+from meshwise.core.files import read_catalog
 from meshwise.core.options import Option
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import nested, read_toml
 
 FILE = Path("meshwise.toml")
-ANSWERS = (
-    *("collective", "estimate", "explain", "frontier", "launch"),
-    *("rl", "search", "serve", "trace", "validate"),
-)
+ANSWERS: list[str] = read_catalog("verbs.toml")["answers"]
 """Verbs (the first word of their names) that only answer; the others start programs, listen or write."""
 
 

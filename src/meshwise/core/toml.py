@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.core.files import catalog_text, parse_text, read_text
 
 Record = TypeVar("Record")
+
+_TYPES: dict[str, type] = {"text": str, "count": int, "number": float, "switch": bool}
 
 MOST_BYTES = 2**16
 """Clusters, plans, models and options have a few thousand bytes."""
@@ -138,3 +140,9 @@ def _value(value: Any, digits: int | None) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_value(item, digits) for item in value)}]"
     return msgspec.json.encode(value).decode()
+
+
+def held_types(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The types of a catalog's `table` by name: a `type`, its limits and its description (`msgspec.Meta`)."""
+    limits = {name: {key: of[key] for key in of if key != "type"} for name, of in table.items()}
+    return {name: Annotated[_TYPES[of["type"]], msgspec.Meta(**limits[name])] for name, of in table.items()}

@@ -28,11 +28,13 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.files import read_catalog
 from meshwise.core.numbers import SINGLE, larger, smaller, where
 from meshwise.core.units import Num
 
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-"""The schedules by name; a schedule's index is its place in this tuple."""
+_NEEDS: dict[str, str] = read_catalog("schedules.toml")["needs"]
+SCHEDULES, NEEDS = tuple(_NEEDS), tuple(_NEEDS.values())
+"""The schedules by name (a schedule's index is its place in this tuple), and what each needs in words."""
 
 
 def weight_copies(schedule: Num) -> Num:
@@ -191,14 +193,4 @@ _VALID: tuple[Callable[..., Num], ...] = (
         np.equal(v, 1) & (np.mod(pp, 2) == 0) & (np.mod(m, 2) == 0) & np.greater_equal(m, 2 * pp)
     ),
     lambda pp, m, v: np.equal(v, 2) & np.greater(pp, 1) & np.greater_equal(m, 2 * pp),
-)
-
-NEEDS = (
-    "vpp=1",
-    "vpp=1",
-    "vpp=2 or more, pp=2 or more, and microbatches that divide by pp",
-    "vpp=1",
-    "vpp=2, pp=2 or more, and at least 2 pp - 1 microbatches",
-    "vpp=1, an even pp, and an even number of microbatches, at least 2 pp",
-    "vpp=2, pp=2 or more, and at least 2 pp microbatches",
 )

@@ -12,9 +12,11 @@ recomputation keeps only each block's input, and at the peak one block whole whi
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
+from meshwise.core.files import read_catalog
 from meshwise.core.numbers import added, anywhere, larger, largest, smaller, where
 from meshwise.core.units import Num
 from meshwise.cost.schedule import in_flight_microbatches
@@ -31,22 +33,8 @@ from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, is_wide, working_bytes
 
-OPTIMIZER_BYTES = {
-    "adam": 12.0,  # fp32 master, m, v
-    "adam-fp32": 8.0,  # fp32 weights themselves are the master
-    "adam-bf16": 4.0,  # bf16 m, v, no master
-    "muon": 12.0,  # Adam's, which has embeddings, head and vectors
-    "sgd": 4.0,  # fp32 master
-    "none": 0.0,
-}
+OPTIMIZERS: dict[str, Any] = read_catalog("optimizers.toml")
 """Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
-HAVE_MASTERS = ("adam", "muon", "sgd")
-"""Those that keep an fp32 copy of weights which are not fp32 themselves."""
-MUON_SPARES_BYTES = 4.0
-"""Of these the second moment, which matrices that Muon updates lack (arXiv 2502.16982)."""
-MOMENT_BYTES = {"adam": 4.0, "adam-fp32": 4.0, "adam-bf16": 2.0}
-"""Of these a second moment."""
-
 MAX_GATHERED_BLOCKS = 2.0
 """Blocks that ZeRO-3 holds whole at once: the one that computes and the one prefetched."""
 
@@ -153,28 +141,28 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     kept = {name: shard(name, STAGES.weights) for name in ("params", "quantized", "in_matrices")}
     weights = Held(**kept).bytes(mesh)
     copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
-    if mesh.trains and mesh.plan.optimizer in HAVE_MASTERS and anywhere(copies < 1.0):
+    if mesh.trains and mesh.plan.optimizer in OPTIMIZERS["have_masters"] and anywhere(copies < 1.0):
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own * (1.0 - copies)
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
-    spared_bytes = MUON_SPARES_BYTES * (mesh.plan.optimizer == "muon")
+    spared_bytes = OPTIMIZERS["spared_bytes"].get(mesh.plan.optimizer, 0.0)
     states = per_state * shard("trained", STAGES.states) - spared_bytes * shard("in_matrices", STAGES.states)
     return weights, sums * (1.0 - sums_on_host(mesh)), states
 
 
 def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:
     """What Adam makes of all its second moments at once, as large as these; `optimizer`: bytes of states."""
-    copies = of.machine.overheads.moment_copies * MOMENT_BYTES.get(of.mesh.plan.optimizer, 0.0)
+    copies = of.machine.overheads.moment_copies * OPTIMIZERS["moment_bytes"].get(of.mesh.plan.optimizer, 0.0)
     return copies / (_optimizer_param_bytes(of.mesh) or 1.0) * optimizer  # which may keep nothing
 
 
 def _optimizer_param_bytes(mesh: Mesh) -> float:
     """Bytes of the optimizer's states for each parameter that trains."""
-    each = OPTIMIZER_BYTES | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
-    is_own_master = weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in HAVE_MASTERS
+    each = OPTIMIZERS["state_bytes"] | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
+    is_own_master = weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in OPTIMIZERS["have_masters"]
     return each[mesh.plan.optimizer] - 4.0 * is_own_master
 
 

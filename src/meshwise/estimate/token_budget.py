@@ -13,7 +13,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import Failures, checkpoint_interval_s
-from meshwise.estimate.memory import MUON_SPARES_BYTES, checkpoint_param_bytes
+from meshwise.estimate.memory import OPTIMIZERS, checkpoint_param_bytes
 from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, layer_counts
@@ -103,7 +103,7 @@ class TokenBudget:
         in_matrices = _num_in_matrices(estimate.model, estimate.plan)
         trained = in_matrices if estimate.plan.lora_rank else num_params(estimate.model)
         num_bytes = checkpoint_param_bytes(estimate.step.of) * trained
-        num_bytes -= MUON_SPARES_BYTES * (estimate.plan.optimizer == "muon") * in_matrices
+        num_bytes -= OPTIMIZERS["spared_bytes"].get(estimate.plan.optimizer, 0.0) * in_matrices
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(num_bytes, num_chips)
         goodput = float(failures.goodput(num_bytes, num_chips))

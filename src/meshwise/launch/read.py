@@ -41,11 +41,6 @@ from meshwise.plan.stages import layers_of_chunks
 from meshwise.plan.workload import Workload
 
 _MOST = 10**6
-_COUNTS = {
-    *("num_layers", "tp", "cp", "pp", "ep", "cp_size", "sp_size", "chunks", "layers_per_chunk", "replicate"),
-    *("instances", "microbatch", "local_batch", "pipeline_microbatch", "num_microbatches"),
-}
-"""Facts that others are divided by, or that lists are as long as: from 1 to `_MOST`."""
 _OLD_NAMES = {"--gradient_checkpointing": "--activation_checkpointing"}
 """Names of arguments that still hold."""
 _YAML_OF_MEGATRON = re.compile(
@@ -130,7 +125,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
 
 
 def _check_counts(facts: Facts, path: Path) -> None:
-    for name in _COUNTS & facts.keys():
+    for name in facts.keys() & launch_tables().counts:
         if facts[name] is not None and not 1 <= facts[name] <= _MOST:
             raise DataError(f"{path}: {name} is {facts[name]}; it must be a whole number from 1 to {_MOST}")
     if facts.get("batch") and facts["batch"] < 0 and not facts.get("local_batch"):

@@ -24,11 +24,6 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, KINDS, NUMBERS, RECOMPUTE
 from meshwise.program.implementation import loss_fusion
 
-_FORMS = (
-    *("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "etp_implied"),
-    *("loss", "resharding", "ddp_grads", "grads_as_mixed", "bf16_gathers"),
-)
-"""Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
 _COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")
 """Keys that refusals look at and that may have no effect."""
 _IDLE: Facts = DEFAULTS | {"sp": False, "overlap_ep": False, "etp": 1, "zero": 0, "zero_group": 0}
@@ -120,7 +115,7 @@ def _refused(framework: str, facts: Facts, idle: Facts, counted: Facts) -> Itera
         allowed = values_of(framework, key)
         if allowed is not None and key != "stages":
             yield _is_none_of(facts[key], allowed) & np.logical_not(idle.get(key, False))
-    for fact in _FORMS:
+    for fact in launch_tables().forms:
         if fact in table and (allowed := _whole(table[fact])) is not None:
             yield _is_none_of(facts[fact], allowed)
     if "pipeline_layout" not in table:

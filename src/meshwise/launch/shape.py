@@ -17,12 +17,6 @@ from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer, layer_kind
 from meshwise.model.config_rules import moe_rule
 
-_SAID = {
-    *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
-    *("num_kv_heads", "head_dim", "vocab", "max_seq", "activation", "norm", "norm_bias", "linear_bias"),
-    *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
-    *("mtp_layers", "mla", "moe", "quantized", "sliding_window", "full_attention_every"),
-}
 MOST = 10**7
 """The largest product of the numbers in an expression of layers."""
 _OF_EXPERTS = {"num_experts": "num_experts", "top_k": "top_k", "expert_ffn": "ffn_hidden"} | {
@@ -43,7 +37,7 @@ def unsaid(model: Model) -> list[str]:
     found = [
         f"model.{field.name}={_shown(getattr(model, field.name))}"
         for field in fields(model)
-        if field.name not in _SAID and getattr(model, field.name) != field.default
+        if field.name not in launch_tables().said and getattr(model, field.name) != field.default
     ]
     for name in ("latent", "zero_experts"):
         if value := getattr(model.moe, name, 0):
@@ -68,7 +62,7 @@ def _shown(value: Any) -> Any:
 def shape_of(model: Model, seq: int) -> Facts:
     """The facts of a model that Megatron-LM is told."""
     mla, moe = model.mla, model.moe
-    facts: Facts = {name: getattr(model, name) for name in _SAID if hasattr(model, name)}
+    facts: Facts = {name: getattr(model, name) for name in launch_tables().said if hasattr(model, name)}
     facts |= formulas(launch_tables().shape, {"model": model, "seq": seq, "max": max, "str": str})
     if mla is not None:
         facts |= {field.name: getattr(mla, field.name) or None for field in fields(mla)}

@@ -47,6 +47,9 @@ class LaunchTables(msgspec.Struct, frozen=True):
     constants: dict[str, dict[str, Any]]
     outside: dict[str, dict[str, str]]
     neutral: list[str]
+    said: tuple[str, ...]
+    counts: tuple[str, ...]
+    forms: tuple[str, ...]
     costly: dict[str, str]
     other_model: str
     bridge_names: dict[str, str]

@@ -11,6 +11,7 @@ from math import gcd
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError, WorkloadError
+from meshwise.core.files import read_catalog
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
 from meshwise.estimate.one_plan import Estimate, estimate
@@ -22,11 +23,7 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan, plan_text
 from meshwise.plan.workload import Workload
 
-METHODS = {
-    "full": "optimizer=adam-bf16,grad_dtype=bf16 optimizer=adam-8bit,grad_dtype=bf16 optimizer=adam-fp32",
-    "lora": "lora_rank=16,optimizer=adam-fp32",
-    "qlora": "lora_rank=16,optimizer=adam-fp32,frozen_dtype=int4",
-}
+METHODS: dict[str, str] = read_catalog("fine_tuning.toml")["plans"]
 """The plans of each method, of which the first that fits is taken: all weights, with gradients and Adam's
 states in bf16, the states in 8 bits, or all in fp32 (no bf16); adapters of rank 16 in all linear layers,
 kept in fp32, beside weights in 16 bits; the same beside weights of 4 bits."""

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from meshwise.core.columns import pareto_front
 from meshwise.core.each import Lost, each
 from meshwise.core.errors import ClusterError, WorkloadError
+from meshwise.core.files import read_catalog
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse, told
 from meshwise.core.units import values_by_key
@@ -30,7 +31,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import NeverEnds, TokenBudget
 from meshwise.machine.hardware import Chip, Cluster, find_chip
 from meshwise.model.architecture import Model
-from meshwise.plan.fields import Field, number, read_field, whole
+from meshwise.plan.fields import Field, catalog_fields, read_field
 from meshwise.plan.plan import plan_text
 from meshwise.search.search import MEMORY_FRAC, search
 from meshwise.search.space import Stated
@@ -38,27 +39,9 @@ from meshwise.search.space import Stated
 MEASURES = ("num_chips", "gpu_s_per_token", "usd_per_token", "joules_per_token", "memory_bytes")
 """What a point takes beside its time: each has a front."""
 
-KEYS: dict[str, Field] = {
-    "chip": Field(
-        "a name of the catalog", str, "another chip in its usual nodes, joined by the network of a file"
-    ),
-    "gpus": whole("number of GPUs"),
-    "batch": whole("sequences of a step"),
-    "domain": whole("ranks of the innermost links (NVLink)"),
-    "memory": number("memory of a GPU, times", 0.01, 100),
-    "memory_rate": number("bandwidth of the memory, times", 0.01, 100),
-    "compute": number("FLOP/s of the matrix and vector units, times, at the same watts", 0.01, 100),
-    "inner": number("bandwidth of the innermost links, times", 0.01, 100),
-    "outer": number("bandwidth of all other links, times", 0.01, 100),
-}
+_CATALOG = read_catalog("study.toml")
+KEYS = {"chip": Field("a name of the catalog", str, _CATALOG["chip"])} | catalog_fields(_CATALOG["keys"], {})
 """What can change, in the order in which changes are made."""
-
-OF_CHIP = {
-    "memory": ("memory_bytes",),
-    "memory_rate": ("memory_bytes_per_s",),
-    "compute": ("matrix_flop_per_s", "vector_flop_per_s", "flop_per_joule"),
-}
-"""Numbers of a chip that a factor changes, or their values by dtype."""
 
 Changes = dict[str, str | int | float]
 
@@ -307,8 +290,8 @@ def _changed(cluster: Cluster, key: str, value: Any) -> Cluster:
     refuse("varied links", ClusterError, key=key, value=value, inner=inner, wider=wider, others=others)
     if key == "domain":
         return replace(cluster, levels=(replace(inner, ranks=float(value)), *wider))
-    if key in OF_CHIP:
-        scaled = {name: _times(getattr(cluster.chip, name), value) for name in OF_CHIP[key]}
+    if key in _CATALOG["of_chip"]:
+        scaled = {name: _times(getattr(cluster.chip, name), value) for name in _CATALOG["of_chip"][key]}
         return replace(cluster, chip=replace(cluster.chip, **scaled))
     faster = [replace(level, bytes_per_s=value * level.bytes_per_s) for level in cluster.levels]
     return replace(cluster, levels=(faster[0], *others) if key == "inner" else (inner, *faster[1:]))

@@ -28,7 +28,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.trace.breakdown import Breakdown
 from meshwise.trace.collectives import Collective
 from meshwise.trace.columns import Traces
-from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
+from meshwise.trace.events import DEVICE_KINDS, NAMES, Ints, Kind, Trace
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.operators import self_time
 from meshwise.trace.read import captures_in, kept_traces
@@ -110,10 +110,7 @@ def _shape(trace: Trace, shape: int) -> tuple[str, str]:
 
 # --- SQL ------------------------------------------------------------------------------------------
 
-EVENT_COLUMNS = (
-    *("rank", "name", "category", "kind", "thread", "start_s", "duration_s", "stream", "device"),
-    *("correlation", "external_id", "size_bytes", "dims", "start_ns", "duration_ns"),
-)
+EVENT_COLUMNS: list[str] = NAMES["event_columns"]
 """`start_s` is on the common clock, from the job's beginning; `start_ns` on the rank's own."""
 CALL_COLUMNS = ("name", "group", "group_size", "index", "step", "bytes", "dtype", "wire_s", "last_rank")
 STEP_COLUMNS = ("step", *(field.name for field in dataclasses.fields(Breakdown)), "part", "num_work")

@@ -23,6 +23,7 @@ from meshwise.core.expressions import formulas
 from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.core.refusals import refuse
+from meshwise.core.toml import held_types
 from meshwise.machine.hardware import cluster_names, find_cluster
 from meshwise.published.nersc.paper import PaperRun, PaperSystem, collective_s, paper_system, price
 from meshwise.published.nersc.paper_ops import PaperCut
@@ -34,15 +35,9 @@ _ROUNDING = 1e-18
 _KINDS = {sheet.paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
 _STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
 _HELD: dict[str, Any] = {
-    "text": str,
+    **held_types(NERSC_TABLES["held"]),
     "texts": dict[str, str],
-    "switch": bool,
     "off": Literal[False],
-    "count": Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)],
-    "positive": Annotated[float, msgspec.Meta(gt=0)],
-    "number": Annotated[float, msgspec.Meta(ge=0)],
-    "share": Annotated[float, msgspec.Meta(gt=0, le=1)],
-    "tera": Annotated[float, msgspec.Meta(ge=1e-12, le=1e-12)],
     "strategy": Literal[tuple(_STRATEGIES)],
     "attention": Literal["", "fused", "separate", "summa"],
     "rows": Annotated[dict[str, Any], msgspec.Meta(min_length=1)],
