@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from meshwise.search.search import Result
     from meshwise.search.study import Study, StudyPoint
     from meshwise.serve.answer import ServingAnswer
-    from meshwise.serve.engine import Engine
-    from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
 
 OLDEST_TORCH = "2.13"
@@ -485,18 +482,19 @@ def serve(
     asked = dict(locals())
     from meshwise.model.architecture import in_sequence, with_capacity, with_copies
     from meshwise.plan.plan import Plan
-    from meshwise.plan.workload import FORMATS, as_released
-    from meshwise.serve.answer import answer, parse_prices, sized
+    from meshwise.serve.answer import answer, fewest, parse_prices
     from meshwise.serve.encoding import encoder_pool
     from meshwise.serve.engine import parse_engine
-    from meshwise.serve.experts import unevenly_routed
+    from meshwise.serve.instances import Instances, StatedPlan
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.prefix_cache import parse_offload
     from meshwise.serve.requests import Turns, read_rates, read_requests
     from meshwise.serve.router import parse_router
-    from meshwise.serve.serving import serving, speculating
     from meshwise.serve.simulate import limits_of
-    from meshwise.serve.size import Wanted, default_instance, size
+    from meshwise.serve.size import Wanted
+
+    def stated(plan: str | Path | Plan) -> StatedPlan:
+        return StatedPlan(_plan(plan), _choices(plan), is_whole=isinstance(plan, Plan))
 
     refuse("serve options", WorkloadError, **asked)
     trace = None if requests is None else read_requests(Path(requests))
@@ -509,76 +507,54 @@ def serve(
     if encoder_cluster:
         encoders = encoder_pool(architecture, _cluster(encoder_cluster), encoder_workers, _plan(plan))
         architecture = replace(architecture, towers=())
-    uneven = expert_skew or redundant_experts or expert_loads is not None
-
-    runs = parse_engine(engine or "vllm")
-    make = partial(
-        serving, architecture, prompt=prompt, output=output, engine=runs, engine_s=engine_s,
-        memory_frac=0.9 if memory_frac is None else memory_frac,
+    instances = Instances(
+        model=architecture, prompt=prompt, output=output, engine=parse_engine(engine or "vllm"),
+        engine_s=engine_s, memory_frac=0.9 if memory_frac is None else memory_frac, expert_skew=expert_skew,
+        expert_loads=None if expert_loads is None else Path(expert_loads), speculate=speculate,
+        draft_model=None if draft_model is None else _model(draft_model),
     )  # fmt: skip
-
-    def has_layout(plan: str | Path | Plan) -> bool:
-        stated, degrees = _choices(plan), {"tp", "cp", "pp", "dp", "ep", "etp"}
-        return bool(stated if isinstance(plan, Plan) else degrees & stated.keys())
-
-    def instance(machine: Cluster, plan: str | Path | Plan, engine: Engine = runs) -> Serving:
-        one = _plan(plan) if has_layout(plan) else replace(_plan(plan), tp=machine.num_chips)
-        stated = FORMATS if isinstance(plan, Plan) else _choices(plan)
-        found = make(machine, replace(one, **as_released(architecture, stated)), engine=engine)
-        if uneven:
-            loads = None if expert_loads is None else Path(expert_loads)
-            found = unevenly_routed(found, skew=expert_skew, loads=loads)
-        if speculate:
-            found = speculating(found, speculate, None if draft_model is None else _model(draft_model))
-        return found
-
-    sessions = Turns(turns, turn_prompt or 256, think_s or 0.0) if turns > 1 else None
     load = traffic(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
         burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
-        shared_prefix=shared_prefix, turns=sessions, most=architecture.max_seq,
+        shared_prefix=shared_prefix, most=architecture.max_seq,
+        turns=Turns(turns, turn_prompt or 256, think_s or 0.0) if turns > 1 else None,
         rates=None if rates is None else read_rates(Path(rates)),
     )  # fmt: skip
     tiers, policy = parse_offload(offload) if offload else None, parse_router(router)
     usd = None if price is None else parse_prices(str(price))
-    fixed, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
+    keys, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
     arrives = load is not None and not load.concurrency
-    is_laid_out = prefill_plan or prefill_cluster or encoders or (workers, prefill_workers) != (1, 1)
+    is_laid_out = bool(prefill_plan or prefill_cluster or encoders) or (workers, prefill_workers) != (1, 1)
     names = cluster.split(",") if isinstance(cluster, str) else [cluster]
     known = all(_cluster(name).chip.power_watts for name in names)
     refuse("energy of a server", WorkloadError, pue=pue, carbon=carbon, load=load, known=known)
-    if pareto or ("tp" not in fixed and arrives and limits.any and not is_laid_out):
-        asked_of_one = uneven or speculate or {"cp", "pp"} & set(fixed)
+    if pareto or ("tp" not in keys and arrives and limits.any and not is_laid_out):
+        asked_of_one = instances.is_uneven or speculate or {"cp", "pp"} & set(keys)
         refuse("serve layouts", WorkloadError, laid_out=is_laid_out, autoscale=autoscale, one=asked_of_one)
-        released = {key: (value,) for key, value in as_released(architecture, fixed).items()}
-        clusters, fixed = [_cluster(name, collectives) for name in names], {**fixed, **released}
         wanted = Wanted(
-            engine=runs, requests=load, limits=limits, router=policy, offload=tiers, pools=pools,
+            engine=instances.engine, requests=load, limits=limits, router=policy, offload=tiers, pools=pools,
             usd_per_gpu_hour=usd,
         )  # fmt: skip
-        sizing = size(make, clusters, fixed, wanted)
-        formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
-        one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
-        found = sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd, has_details=pareto)
+        clusters = [_cluster(name, collectives) for name in names]
+        found = fewest(instances, clusters, keys, wanted, sequences, has_details=pareto)
         return _deployed(replace(found, pue=pue, carbon=carbon), to, asked)
     refuse("serve one layout", WorkloadError, pools=pools, clusters=names)
-    machine, num_instances = _cluster(cluster, collectives), 1
-    if not (has_layout(plan) or is_laid_out):
-        whole = default_instance(partial(instance, plan=plan), machine)
+    machine, one, num_instances = _cluster(cluster, collectives), stated(plan), 1
+    if one.has_layout or is_laid_out:
+        whole = instances.on(machine, one)
+    else:
+        whole = instances.default(machine, one)
         num_instances = machine.num_chips // whole.num_chips
         workers = num_instances if load else 1
-    else:
-        whole = instance(machine, plan)
     first = None
     if prefill_plan or prefill_cluster:
         of_prompts = _cluster(prefill_cluster or cluster, collectives)
-        first = instance(of_prompts, prefill_plan or plan, runs.of_prompts)
+        first = instances.on(of_prompts, stated(prefill_plan or plan), instances.engine.of_prompts)
     fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
     found = answer(
         fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd
     )
-    found = replace(found, num_instances=num_instances, pue=pue, carbon=carbon)
-    return _deployed(found, to, asked)
+    return _deployed(replace(found, num_instances=num_instances, pue=pue, carbon=carbon), to, asked)
 
 
 def _deployed(found: ServingAnswer, to: str, asked: Mapping[str, Any]) -> ServingAnswer:

@@ -16,18 +16,21 @@ from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse, told
 from meshwise.core.units import MOST_STATED, positive
 from meshwise.estimate.intervals import interval_of
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import Cluster, find_chip
 from meshwise.plan.fields import catalog_fields, read_words
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import as_released
 from meshwise.serve import serving as est
 from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, parse_engine
+from meshwise.serve.instances import Instances
 from meshwise.serve.load import Fleet, LoadResult, cost, energy, has_room, pools_of, under_load
 from meshwise.serve.pass_times import first_token_s, launches_s, rows, sequences_within
 from meshwise.serve.requests import SEED, Requests
 from meshwise.serve.router import ROUND_ROBIN
 from meshwise.serve.serving import Serving
 from meshwise.serve.simulate import NO_LIMITS, Autoscaling, LatencyLimits, Served, simulate
-from meshwise.serve.size import Sizing
+from meshwise.serve.size import Sizing, Wanted, size
 from meshwise.serve.stationary import RequestStream
 
 
@@ -206,9 +209,8 @@ def answer(
         if autoscale:
             fleet = autoscaled(fleet, requests, runs, autoscale, limits)
         load = under_load(fleet, requests, runs, limits)
-    token_s = limits.tpot_s if limits.tpot_s < math.inf else None
     shown, usd = _counts(serving, sequences), usd_per_gpu_hour
-    return ServingAnswer(serving, shown, token_s, load, usd_per_gpu_hour=usd, encoders=fleet.encoders)
+    return ServingAnswer(serving, shown, limits.token_s, load, usd_per_gpu_hour=usd, encoders=fleet.encoders)
 
 
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
@@ -218,15 +220,25 @@ def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
     return tuple(sequences) or tuple(est.batches(serving))
 
 
-def sized(
-    sizing: Sizing, otherwise: Serving, sequences: Sequence[int] = (), *, token_s: float | None,
-    usd_per_gpu_hour: Mapping[str, float] | None = None, has_details: bool = False,
+def fewest(
+    instances: Instances, clusters: Sequence[Cluster], stated: Mapping[str, Sequence[Any]], wanted: Wanted,
+    sequences: Sequence[int] = (), *, has_details: bool = False,
 ) -> ServingAnswer:  # fmt: skip
-    """The answer of `sizing`: its best choice, or what came nearest; where there is neither, no layout."""
-    choice = sizing.chosen
-    serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)
+    """What holds what is `wanted` on the fewest GPUs, or came nearest; where there is neither, no layout.
+
+    `stated`: the values that keys of its plan may have; formats are those released where none is stated.
+    """
+    released = as_released(instances.model, stated)
+    formats = {**stated, **{key: (value,) for key, value in released.items()}}
+    sizing = size(instances.cut, clusters, formats, wanted)
+    choice, usd = sizing.chosen, wanted.usd_per_gpu_hour
+    if choice:
+        serving, load, shown = choice.fleet.serving, choice.load, _counts(choice.fleet.serving, sequences)
+    else:
+        kept = {key: values[0] for key, values in formats.items() if key not in ("tp", "dp", "ep", "etp")}
+        serving, load, shown = instances.cut(replace(clusters[0], num_chips=1), Plan(**kept)), None, ()
     return ServingAnswer(
-        serving, _counts(serving, sequences) if choice else (), token_s, load, sizing, usd_per_gpu_hour,
+        serving, shown, wanted.limits.token_s, load, sizing, usd,
         has_details=has_details or bool(sequences) or load is None,
     )  # fmt: skip
 

@@ -365,6 +365,11 @@ class LatencyLimits:
         """Whether anything is limited."""
         return min(self.ttft_s, self.tpot_s) < math.inf
 
+    @property
+    def token_s(self) -> float | None:
+        """The limit of a token; None without one."""
+        return self.tpot_s if self.tpot_s < math.inf else None
+
     def kept(self, served: Served) -> NDArray[np.bool_]:
         """Whether each request keeps all limits."""
         return (served.ttft_s <= self.ttft_s) & (served.token_s <= self.tpot_s)

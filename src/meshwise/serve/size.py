@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwise.core.columns import grouped, pareto_front
 from meshwise.core.each import HEARS, all_of
-from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
 from meshwise.machine.hardware import Cluster
 from meshwise.serve import screen as screening
@@ -34,7 +34,7 @@ from meshwise.serve.prefix_cache import Offload
 from meshwise.serve.requests import Requests
 from meshwise.serve.router import ROUND_ROBIN, RouterPolicy
 from meshwise.serve.screen import BATCHES, Grid, Mask, Screen, layout_text, screen
-from meshwise.serve.serving import Serving, max_sequences
+from meshwise.serve.serving import Serving
 from meshwise.serve.simulate import LatencyLimits
 from meshwise.serve.stationary import RequestStream, at_most, faster
 
@@ -263,27 +263,6 @@ def size(
 
 def _best(choices: Sequence[Choice]) -> Choice | None:
     return min((one for one in choices if one.holds), key=lambda one: one.rank, default=None)
-
-
-def default_instance(instance: Callable[[Cluster], Serving], cluster: Cluster) -> Serving:
-    """The instance for who states no layout: tp over all of a node, else over 8 ranks, else what works.
-
-    Of a model that has no room on 8 ranks the least that it needs, if the cluster has so many.
-    """
-    whole, ranks = cluster.num_chips, cluster.levels[0].ranks if cluster.levels else 1
-    usual = [num for num in (8, 4, 2, 1) if num <= min(whole, ranks)]
-    wide = [2**i for i in range(4, 20) if 2**i <= min(whole, screening.MAX_RANKS)]
-    found = None
-    for num in dict.fromkeys([*([whole] if whole <= ranks else []), *usual, *wide]):
-        name = cluster.name if num == whole else f"{cluster.chip.name}:{num}"
-        try:
-            of = instance(replace(cluster, num_chips=num, name=name))
-        except PlanError:
-            continue
-        found = found or of
-        if max_sequences(of):
-            return of
-    return found or instance(cluster)
 
 
 # --- choices in closed form ----------------------------------------------------------------------
