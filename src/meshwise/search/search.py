@@ -244,29 +244,10 @@ def search(
         PlanError: A stated key is unknown, or cannot be `*`; a framework is unknown, or lacks what is stated.
     """
     started = time.perf_counter()
-    workload, stated = Workload(batch=batch, seq=seq), stated or {}
-    if software:
-        if "software" in stated:
-            raise PlanError("--software names the versions to compare; leave software out of --plan")
-        for name in software:
-            Plan(software=name)
-        stated = {**stated, "software": software[:1]}
-    elif own := software_on(cluster.chip):
-        stated = {"software": (own,), **stated}
-    if to not in ("", ANY_FRAMEWORK, *SEARCHED):
-        raise PlanError(f"to={to} must be one of {', '.join((*SEARCHED, ANY_FRAMEWORK))}")
-    to = "" if to == ANY_FRAMEWORK else to
-    if to and to not in training_on(cluster.chip):
-        raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")
-    if to and not says_model(to, model, seq):
-        raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
-    space = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped, unwanted)
-    kept = space.price(on_plans)
-    for freed in OFFLOADED:
-        if kept.considered and not kept.feasible and not kept.stopped:
-            space = replace(space, stated={**freed, **stated})
-            kept = space.price(on_plans)
-    spared = replace(space, stated={**OFFLOADED[0], **stated})
+    workload, stated = Workload(batch=batch, seq=seq), _under_software(cluster, stated or {}, software)
+    to = _known_framework(to, model, cluster, seq)
+    asked = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped, unwanted)
+    space, kept = asked.price_with_room(on_plans)
     ranked = kept.ranked
     best = ranked[:top]
     no_fit = kept.considered > 0 and not best
@@ -278,23 +259,8 @@ def search(
         if one.step_s < NEAR_FRAC * ranked[0].step_s and complexity(one.plan) < complexity(ranked[0].plan)
     ]
     candidates = [*chosen, *near, *filter(None, (runnable,))]
-
-    def against(adversity: Adversity) -> Found | None:
-        return space.price(against=adversity).first
-
-    def offloaded() -> tuple[Estimate, Basis] | None:
-        if not (with_changes and best) or kept.stopped or kept.feasible > FEW_FRAC * kept.priced:
-            return None
-        first = spared.price().first
-        is_worth_it = first is not None and first.step_s < WORTH_FRAC * ranked[0].step_s
-        return with_basis(spared.estimate(first)) if first and is_worth_it else None
-
-    def under(name: str) -> Found | None:
-        return replace(space, stated={**space.stated, "software": (name,)}).price().first
-
-    def with_basis(one: Estimate) -> tuple[Estimate, Basis]:
-        return one, basis(one)
-
+    spared = asked.offloading(OFFLOADED[0])
+    offloaded = spared.faster_than(kept) if with_changes else None
     return Result(
         plans_considered=kept.considered,
         plans_priced=kept.priced,
@@ -307,16 +273,45 @@ def search(
         changes=tuple(spared.changes()) if no_fit and with_changes and not kept.stopped else (),
         reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
         complete=not kept.stopped,
-        weighed=weigh(chosen[0], kept.capacity_bytes, against) if assumptions and best else (),
+        weighed=weigh(chosen[0], kept.capacity_bytes, space.first_against) if assumptions and best else (),
         stated=space.stated,
         to=to,
-        runnable=with_basis(runnable) if runnable else None,
-        simplest=with_basis(simplest(candidates, runnable, space.step_s)) if chosen else None,
-        offloaded=offloaded(),
+        runnable=_with_basis(runnable) if runnable else None,
+        simplest=_with_basis(simplest(candidates, runnable, space.step_s)) if chosen else None,
+        offloaded=_with_basis(offloaded) if offloaded else None,
         robust=robust,
-        versions=versions(software, chosen[0], under) if software and chosen else (),
+        versions=versions(software, chosen[0], space.first_under) if software and chosen else (),
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
+
+
+def _under_software(cluster: Cluster, stated: Stated, versions: Sequence[str]) -> Stated:
+    """What was stated, under the first of the stated `versions` of software, or the chip's own software."""
+    if versions:
+        if "software" in stated:
+            raise PlanError("--software names the versions to compare; leave software out of --plan")
+        for name in versions:
+            Plan(software=name)
+        return {**stated, "software": versions[:1]}
+    own = software_on(cluster.chip)
+    return {"software": (own,), **stated} if own else stated
+
+
+def _known_framework(to: str, model: Model, cluster: Cluster, seq: int) -> str:
+    """The framework that must run the plan, "" for any; PlanError where it does not run such jobs."""
+    if to not in ("", ANY_FRAMEWORK, *SEARCHED):
+        raise PlanError(f"to={to} must be one of {', '.join((*SEARCHED, ANY_FRAMEWORK))}")
+    if to in ("", ANY_FRAMEWORK):
+        return ""
+    if to not in training_on(cluster.chip):
+        raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")
+    if not says_model(to, model, seq):
+        raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
+    return to
+
+
+def _with_basis(one: Estimate) -> tuple[Estimate, Basis]:
+    return one, basis(one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +383,35 @@ class _Space:
             kept.stopped = True
             kept.considered = max(kept.considered, kept.priced)
         return kept
+
+    def price_with_room(self, on_plans: Callable[[BestPlans], None]) -> tuple[_Space, BestPlans]:
+        """The plans worth keeping and their space: with more and more offloaded while nothing fits."""
+        space, kept = self, self.price(on_plans)
+        for freed in OFFLOADED:
+            if kept.considered and not kept.feasible and not kept.stopped:
+                space = self.offloading(freed)
+                kept = space.price(on_plans)
+        return space, kept
+
+    def offloading(self, freed: Stated) -> _Space:
+        """The same space where the keys of `freed` may be tried, if they are not stated."""
+        return replace(self, stated={**freed, **self.stated})
+
+    def faster_than(self, kept: BestPlans) -> Estimate | None:
+        """The first plan, where few of those of another space fit, if it is much faster than the best."""
+        if not kept.ranked or kept.stopped or kept.feasible > FEW_FRAC * kept.priced:
+            return None
+        first = self.price().first
+        is_worth_it = first is not None and first.step_s < WORTH_FRAC * kept.ranked[0].step_s
+        return self.estimate(first) if first and is_worth_it else None
+
+    def first_against(self, adversity: Adversity) -> Found | None:
+        """The first plan under this adversity."""
+        return self.price(against=adversity).first
+
+    def first_under(self, software: str) -> Found | None:
+        """The first plan under this version of software."""
+        return replace(self, stated={**self.stated, "software": (software,)}).price().first
 
     def changes(self) -> Iterator[Change]:
         """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips."""
