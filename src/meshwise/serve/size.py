@@ -214,6 +214,71 @@ def size(
 ) -> Sizing:  # fmt: skip
     """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
     began = perf_counter()
+    screened = _screened(instance, clusters, fixed, wanted)
+    most = {cluster.chip.name: cluster.num_chips for cluster in clusters}
+    wide = [one for one in screened.choices(None) if _is_within(one.fleet, most)]
+    ranked = sorted(screened.choices(wanted.rate) if wanted.rate else [], key=lambda one: one.rank)
+    elapsed_s = max(perf_counter() - began, 1e-9)
+    simulated: list[Choice] = []
+    for choice in _finalists(ranked, wanted, most):
+        simulated.append(choice)
+        holds = f"; {best.fleet.num_chips:,} GPUs hold the load" if (best := _best(simulated)) else ""
+        HEARS.get()(f"layouts simulated: {len(simulated)}{holds}")
+    _settle(simulated, wanted, most)
+    best = _best(simulated)
+    is_large = best is None and ranked and not _is_within(ranked[0].fleet, most)
+    return Sizing(
+        screened.num_considered, elapsed_s, tuple(simulated), _trade_offs(wide), tuple(wide),
+        screened.least_ttft_s, screened.least_tpot_s, wanted.rate,
+        _headroom_frac(best, wanted) if best else None, ranked[0] if is_large else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Screened:
+    """All layouts of each cluster at every batch, for what is `wanted`."""
+
+    screens: Sequence[Screen]
+    wanted: Wanted
+
+    @property
+    def pairs(self) -> list[tuple[Screen, Screen]]:
+        """Clusters of a prefill pool and of the workers behind it: chips of one vendor."""
+        both = product(self.screens, self.screens)
+        return [(first, last) for first, last in both if first.vendor == last.vendor]
+
+    @property
+    def num_considered(self) -> int:
+        """Layouts and batches of one pool and of two."""
+        num = sum(one.pass_s.size for one in self.screens)
+        return num + sum(len(first.instances) * last.pass_s.size for first, last in self.pairs)
+
+    @property
+    def least_ttft_s(self) -> float | None:
+        """Seconds to the first token of the fastest layout that fits, alone."""
+        fit = [one.alone_s[one.fits[:, 0]] for one in self.screens]
+        return min((float(of.min()) for of in fit if of.size), default=None)
+
+    @property
+    def least_tpot_s(self) -> float | None:
+        """Seconds of a token of the fastest layout that fits, at its smallest batch."""
+        fit = [one.pass_s[one.fits] for one in self.screens]
+        return min((float(of.min()) for of in fit if of.size), default=None)
+
+    def choices(self, rate: float | None) -> list[Choice]:
+        """The largest batch of each layout, or pair of them, within the limits; without a rate several."""
+        limits, pools = self.wanted.limits, self.wanted.pools
+        together = (choice for one in self.screens for choice in _together(one, limits, rate))
+        apart = (choice for first, last in self.pairs for choice in _apart(first, last, limits, rate))
+        found = [*(together if pools != "two" else ()), *(apart if pools != "one" else ())]
+        return [replace(choice, usd_per_gpu_hour=self.wanted.usd_per_gpu_hour) for choice in found]
+
+
+def _screened(
+    instance: Callable[..., Serving], clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]],
+    wanted: Wanted,
+) -> _Screened:  # fmt: skip
+    """The layouts of `clusters` for requests as the load sends them."""
     missing_frac, requests = 1.0, wanted.requests
     if requests is not None:
         drawn = requests if isinstance(requests, Requests) else requests.draw(SAMPLE_REQUESTS)
@@ -222,43 +287,18 @@ def size(
             prompt, output = drawn.mean_tokens
             instance = partial(instance, prompt=prompt, output=output)
     of_cluster = partial(screen, instance, fixed=fixed, engine=wanted.engine, missing_frac=missing_frac)
-    screens = [one for one in all_of(of_cluster, clusters) if one is not None]
-    pairs = [(first, last) for first, last in product(screens, screens) if first.vendor == last.vendor]
-    num = sum(one.pass_s.size for one in screens)
-    num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
+    return _Screened([one for one in all_of(of_cluster, clusters) if one is not None], wanted)
 
-    def choices(rate: float | None) -> list[Choice]:
-        together = (choice for one in screens for choice in _together(one, wanted.limits, rate))
-        apart = (choice for first, last in pairs for choice in _apart(first, last, wanted.limits, rate))
-        found = [*(together if wanted.pools != "two" else ()), *(apart if wanted.pools != "one" else ())]
-        return [replace(choice, usd_per_gpu_hour=wanted.usd_per_gpu_hour) for choice in found]
 
-    most = {cluster.chip.name: cluster.num_chips for cluster in clusters}
-    wide = [one for one in choices(None) if _is_within(one.fleet, most)]
-    ranked = sorted(choices(wanted.rate) if wanted.rate else [], key=lambda one: one.rank)
-    elapsed_s = max(perf_counter() - began, 1e-9)
-    simulated: list[Choice] = []
-    for choice in _finalists(ranked, wanted, most):
-        simulated.append(choice)
-        holds = f"; {best.fleet.num_chips:,} GPUs hold the load" if (best := _best(simulated)) else ""
-        HEARS.get()(f"layouts simulated: {len(simulated)}{holds}")
+def _settle(simulated: list[Choice], wanted: Wanted, most: Mapping[str, int]) -> None:
+    """Simulate the best choice for longer until its figures settle; what no longer holds gets more GPUs."""
     while (best := _best(simulated)) and best.load and best.load.window and not best.load.window.is_settled:
         assert wanted.requests is not None
         longer = _under(best, wanted, at_most(wanted.requests, ANSWER_REQUESTS))
         simulated[simulated.index(best)] = longer
         if longer.holds or longer.load is None:
-            break
+            return
         simulated += _simulated([replace(best, fleet=_larger(best.fleet, longer.load))], wanted, most)
-    least_ttft_s, least_tpot_s = (
-        min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
-        for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
-    )
-    best = _best(simulated)
-    is_large = best is None and ranked and not _is_within(ranked[0].fleet, most)
-    return Sizing(
-        num, elapsed_s, tuple(simulated), _trade_offs(wide), tuple(wide), least_ttft_s, least_tpot_s,
-        wanted.rate, _headroom_frac(best, wanted) if best else None, ranked[0] if is_large else None,
-    )  # fmt: skip
 
 
 def _best(choices: Sequence[Choice]) -> Choice | None:
