@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from meshwise.calibrate.microdata import Measurement, read
+from meshwise.calibrate.microdata import NAMES, Measurement, read
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_catalog, read_text
+from meshwise.core.files import read_text
 from meshwise.core.refusals import refuse
 from meshwise.cost.collective import members
 from meshwise.machine.efficiency import network
 from meshwise.machine.hardware import Cluster, MeasuredCollective, find_chip
 
-_KINDS: dict[str, str] = read_catalog("measured_names.toml")["nccl_tests"]
+_KINDS: dict[str, str] = NAMES["nccl_tests"]
 """Collectives by the names of nccl-tests' programs, the longer name first."""
 
 _NCCL_ROW = re.compile(r"\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s")

@@ -52,9 +52,9 @@ class Measurement:
 OPS_COLUMNS = ("hardware", "op", "dtype", "n_gpus", "shape", "latency_us", "kernel_or_library", "source")
 PUBLISHED_COLUMNS = ("source", "hardware", "op", "shape_or_size", "ranks", "value", "unit", "notes")
 
-_NAMES = read_catalog("measured_names.toml")
-_DTYPES: dict[str, str] = _NAMES["dtypes"]
-_EXPERT_DTYPES: dict[str, str] = _NAMES["expert_dtypes"]
+NAMES = read_catalog("measured_names.toml")
+_DTYPES: dict[str, str] = NAMES["dtypes"]
+_EXPERT_DTYPES: dict[str, str] = NAMES["expert_dtypes"]
 _OPS: dict[str, Any] = read_catalog("measured_ops.toml")
 
 _PUBLISHED: list[dict[str, Any]] = _OPS.pop("published")
@@ -97,7 +97,7 @@ def _positive(text: str, column: str) -> float:
 def _chip(text: str) -> str:
     name = text.strip().lower()
     try:
-        return find_chip(_NAMES["chips"].get(name, name)).name
+        return find_chip(NAMES["chips"].get(name, name)).name
     except ClusterError:
         raise Unmodelled(f"no chip of the catalog is called {text!r}") from None
 
@@ -264,6 +264,6 @@ def _from_published(row: dict[str, str]) -> tuple[str, Stated, float]:
     shape, software = formulas(of["shape"], names), value_of(of["of"], names)
     seconds = value_of(of["seconds"], names | shape)
     chip = row["hardware"]
-    for start in (start for start in _NAMES["networks"] if row["hardware"].startswith(start)):
-        chip, software = _NAMES["networks"][start]  # of several nodes their network
+    for start in (start for start in NAMES["networks"] if row["hardware"].startswith(start)):
+        chip, software = NAMES["networks"][start]  # of several nodes their network
     return _chip(chip), (of["kind"], names["variant"], shape, software), seconds

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.calibrate.microdata import BEST, Measurement
+from meshwise.calibrate.microdata import BEST, NAMES, Measurement
 from meshwise.core.columns import grouped
-from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import collective_s, peer_all_reduce_s
@@ -25,7 +24,7 @@ Array = NDArray[np.float64]
 ELEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5625, "w4a16": 0.53125}
 """Bytes of an operand's element; fp4 carries one fp8 scale for 16 elements, mxfp4 weights one for 32."""
 
-_WITHOUT_PEERS = read_catalog("measured_names.toml")["without_peer_access"]
+_WITHOUT_PEERS = NAMES["without_peer_access"]
 """Chips whose collectives were measured in a box without peer access."""
 
 EXPERT_MATMULS = {"fp8_block": "fp8", "w4a16": "bf16"}
