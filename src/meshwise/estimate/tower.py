@@ -20,7 +20,7 @@ from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.stage_cost import StageCost, StageTime, stage_cost, stage_time
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import RECOMPUTE
+from meshwise.plan.plan import DEFAULTS, PLAN_LISTS, RECOMPUTE
 from meshwise.plan.stages import Stage
 
 FRONT = Stage(index=0.0, num_stages=1.0, embeddings=1.0, heads=0.0, layers=())
@@ -58,11 +58,7 @@ def tower_mesh(tower: Tower, mesh: Mesh) -> Mesh:
     )
 
 
-_PLAIN: dict[str, Any] = {
-    **{"cp": 1, "cp_kind": "ring", "ulysses": 1, "ep": 1, "etp": None, "dispatch": "per_expert"},
-    **{"overlap_ep": False, "stages": None, "loss_chunks": 1, "recompute_every": 1},
-    **{"lora_rank": 0, "lora_targets": (), "lora_dropout": 0.0, "frozen_dtype": None},
-}
+_PLAIN: dict[str, Any] = {key: DEFAULTS[key] for key in PLAN_LISTS["not_of_towers"]}
 """Keys of the plan of a language model that do not reach its towers."""
 
 

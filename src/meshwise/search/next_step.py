@@ -85,20 +85,11 @@ def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
     for key, value in _changes(found.plan, found.workload.microbatch):
         text = value if isinstance(value, str) else f"{value:g}"
         with suppress(MeshwiseError):  # it is no plan of this model or cluster
-            also = {
-                name: left for name, left in GO_TOGETHER.get(key, {}).items() if getattr(found.plan, name)
-            }
-            run = found.changed(**{key: value}, **also)
+            # what only went with the old value of the key is left open (`stages=even` stays)
+            bound = [name for name in PLAN_LISTS.get(f"with_{key}", ()) if getattr(found.plan, name)]
+            run = found.changed(**{key: value}, **{name: DEFAULTS[name] for name in bound})
             if not able or np.all(runs(able, run.model, run.mesh)):
                 yield f"{key}={text}", run
-
-
-GO_TOGETHER: dict[str, dict[str, Any]] = {
-    "pp": {"stages": None},
-    "vpp": {"stages": None},
-    "recompute": {"recompute_layers": None, "recompute_every": 1, "recompute_modules": ()},
-}
-"""What only went with the old value of a key, and is left open where that changes (`stages=even` stays)."""
 
 
 def _changes(plan: Plan, microbatch: int) -> Iterator[tuple[str, Any]]:
