@@ -139,12 +139,19 @@ def check_writable(path: Path, *endings: str) -> None:
         raise DataError(f"cannot write {path}: {folder} is not writable; name another place")
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder `path` and those above it, where they are not there yet; else DataError."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system refuses while `path` is made or written is a DataError."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path` and those above it, where they are not there yet; else DataError."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
@@ -170,7 +177,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
     A device, a pipe or /dev/stdout is written as it is: a file in its place would destroy it.
     """
-    try:
+    with writing(path):
         is_stream = not path.is_file() or str(path).startswith(("/dev/", "/proc/"))
         if path.exists() and is_stream:
             with path.open("wb") as file:
@@ -178,8 +185,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         else:
             with _moved_to(Path(os.path.realpath(path))) as file:  # a link stays one
                 yield file
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from meshwise.report import answer as plot
 from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section, Text
 from meshwise.report.search import why_none
 from meshwise.report.table import TABLES, WORDS, Facts, Table, pair_row, records_table
+from meshwise.search.basis import hidden_text
 from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
 
 MAX_ACTIONS = 20_000
@@ -131,16 +132,9 @@ def figures(estimate: Estimate) -> list[tuple[str, str]]:
     if watts := estimate.power_watts:
         chip, node = (with_prefix(watts[name], "W", 3) for name in ("chip", "node"))
         lines.append(("power", f"{chip} a chip, {node} of its node at the wall"))
-    if hidden := hidden_text(estimate):
-        lines.append(("hidden", hidden))
+    if hidden := hidden_text(estimate, 0.01):
+        lines.append(("hidden", f"{hidden} behind compute"))
     return lines + ([("experts", experts_text(estimate.experts))] if estimate.experts is not None else [])
-
-
-def hidden_text(estimate: Estimate) -> str:
-    """Communication that hides behind compute, where it is at least a hundredth of the step."""
-    hidden = {name: s for name, s in estimate.hidden_s.items() if s >= 0.01 * estimate.step_s}
-    each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
-    return f"{each} behind compute" if each else ""
 
 
 def next_text(estimate: Estimate) -> str:

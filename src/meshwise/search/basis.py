@@ -47,12 +47,16 @@ def basis(found: Estimate) -> Basis:
     return Basis(names, adversity.step_s(found), "; ".join(_supports(found)))
 
 
+def hidden_text(found: Estimate, least_frac: float) -> str:
+    """Communication that hides behind compute, where it takes so much of the step or more."""
+    hidden = {name: s for name, s in found.hidden_s.items() if s >= least_frac * found.step_s}
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
+
+
 def _supports(found: Estimate) -> Iterator[str]:
     """What must hold for the price of a plan to hold."""
-    hidden = {name: seconds for name, seconds in found.hidden_s.items() if seconds > NOTABLE * found.step_s}
-    if hidden:
-        shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
-        yield f"{shown} hidden behind compute"
+    if hidden := hidden_text(found, NOTABLE):
+        yield f"{hidden} hidden behind compute"
     if found.model.moe is not None and found.mesh.ep > 1 and found.mesh.imbalance == 1.0:
         yield "balanced experts"
     if (fused := loss_fusion(found.plan)) != "none":

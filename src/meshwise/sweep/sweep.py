@@ -46,7 +46,7 @@ import msgspec
 
 from meshwise.core.each import Lost, each, last_line
 from meshwise.core.errors import DataError
-from meshwise.core.files import catalog_text, read_catalog
+from meshwise.core.files import catalog_text, read_catalog, writing
 from meshwise.core.refusals import refuse
 from meshwise.core.toml import check_fields, converted, read_toml
 
@@ -188,12 +188,11 @@ class Store(AbstractContextManager["Store"]):
     def __init__(self, path: Path) -> None:
         self.path = path
         with ExitStack() as opened:
-            try:
-                fcntl.flock(opened.enter_context(path.open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"another sweep is writing to {path}; name another file") from None
-            except OSError as error:
-                raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
+            with writing(path):
+                try:
+                    fcntl.flock(opened.enter_context(path.open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise DataError(f"another sweep is writing to {path}; name another file") from None
             with self._told():
                 self._database = opened.enter_context(closing(sqlite3.connect(path)))
                 tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
