@@ -189,6 +189,18 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     assert [(one.batch, one.seq, one.microbatch) for one in found] == [(128, 8192, 2)] * 2
     assert found[0].model.ffn_hidden == mw.find_model("llama3-8b").ffn_hidden
     assert found[0].unread and all("recipe" in sentence for sentence in found[0].unread)
+    text = (tmp_path / "overrides.yaml").read_text().replace("  seq_length: 8192", "  seq_length: 4096", 1)
+    (tmp_path / "lengths.yaml").write_text(text)
+    assert mw.read_job(tmp_path / "lengths.yaml").unread[0].startswith("model.seq_length=4096 is not")
+
+
+def test_what_a_job_needs_or_does_beside_its_plan_is_told() -> None:
+    for cluster, plan, of in (
+        ("mi355x:64", "ep=8,dispatch=per_rank", "deepep=ROCm: "),
+        ("h100-80g-sxm:64", "dtype=fp8,param_dtype=fp8", "fp8_recipe=tensorwise: "),
+    ):
+        job = mw.launch("qwen3-30b-a3b", cluster, plan, to="megatron-bridge", batch=64, seq=4096)
+        assert not job.not_expressed and any(one.startswith(of) for one in job.elsewhere)
 
 
 SAID, FIXED = {"megatron-lm": tuple(CHOICES)} | WRITTEN["said"], WRITTEN["fixed"]

@@ -43,7 +43,7 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
         "zero_group": None if group == facts["dp"] * facts["cp"] else group,
         **{key: getattr(model, key) for key in ("num_layers", "mtp_layers")},
         "num_gpus": cluster.num_chips,
-        "chip": cluster.chip.name,
+        "chip": cluster.chip,
         "has_experts": model.moe is not None,
         "num_chosen": model.moe and model.moe.computed,
         "redundant_experts": (model.moe and model.moe.copies) or None,

@@ -101,7 +101,7 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
                 said = value if value is not ANY else said
                 facts[fact] = tuple(said) if isinstance(said, list) else said
                 if option.differs:
-                    near.append(f"{fact}={value}: {framework} differs, {option.differs}")
+                    near.append(f"{fact}={said}: {framework} differs, {option.differs}")
             break
     return facts, near
 

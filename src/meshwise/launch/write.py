@@ -34,7 +34,7 @@ from meshwise.plan.plan import Plan
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 
-ELSEWHERE = ("batch", "seq", "model", "recipe", "quant_storage")
+ELSEWHERE = ("batch", "seq", "model", "recipe", "quant_storage", "fp8_recipe", "deepep")
 """What no argument of some frameworks says, but the data, the training script, a recipe, or how it loads."""
 
 
@@ -100,7 +100,7 @@ def launch(
         WorkloadError: The batch does not divide into microbatches.
     """
     runs, names = framework not in TRAINING or framework in training_on(cluster.chip), ", ".join(FRAMEWORKS)
-    refuse("framework", PlanError, framework=framework, known=FRAMEWORKS, names=names, runs=runs, on=cluster)
+    refuse("framework", PlanError, to=framework, names=names, runs=runs, of=model, on=cluster)
     mesh = resolve(model, plan, workload, cluster)
     if mesh.trains:  # layers are placed by what they cost
         mesh = estimate(model, cluster, plan, workload).mesh
