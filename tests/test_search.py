@@ -503,3 +503,16 @@ def test_ctrl_c_on_the_command_line_prints_what_is_known(meshwise, monkeypatch) 
     done = meshwise(*ARGUMENTS, "--json")
     assert (done.code, done.err) == (130, "meshwise: stopped; these are the best of what was priced\n")
     assert done.document["best"] and done.document["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("flux.1-dev", "runs flux.1-dev on h100"), ("gemma-3-27b", "has: deepspeed, accelerate")],
+)
+def test_frameworks_that_know_a_model_are_named_where_none_runs_a_plan(
+    meshwise: Any, model: str, says: str
+) -> None:
+    plan = "tp=4|8,software=megatron-2024"
+    assert (
+        says in meshwise("search", model, "--cluster", "h100-80g-sxm:8", "--batch", "8", "--plan", plan).out
+    )

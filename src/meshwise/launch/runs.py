@@ -72,7 +72,7 @@ def says_model(framework: str, model: Model, seq: int) -> bool:
     if framework == "torchtitan":
         return model.name in launch_tables().torchtitan_models
     if not framework.startswith("megatron"):
-        return True
+        return model.diffusion is None
     return not unsaid(model) and not write_settings(framework, shape_of(model, seq))[1]
 
 

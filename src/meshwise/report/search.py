@@ -18,6 +18,7 @@ from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
+from meshwise.launch.runs import says_model
 from meshwise.launch.settings import training_on
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
@@ -121,11 +122,9 @@ def answer_lines(result: Result) -> Iterator[str]:
         yield f"{name}: {_told(result, found, of)}"
         yield f"  leans on {of.leans_on}"
     if result.runnable is None and not first[1].runs_in:
-        chip = first[0].cluster.chip
-        if training_on(chip):
-            yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
-        else:
-            yield f"none of the frameworks that launch writes for runs on {chip.name}"
+        model, chip, seq = first[0].model, first[0].cluster.chip, int(first[0].mesh.seq)
+        able = ", ".join(name for name in training_on(chip) if says_model(name, model, seq))
+        yield from told("run by none", able=able, model=model, chip=chip)
     if result.offloaded:
         share = result.ranked_s(*result.offloaded) / result.ranked_s(*first)
         yield f"with states on the host, {1.0 - share:.0%} less: {_told(result, *result.offloaded)}"
