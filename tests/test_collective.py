@@ -86,6 +86,14 @@ def test_a_dispatch_crosses_to_each_node_once():
     assert collective_s("all_to_all", 1e9, ranks, links=spine) == pytest.approx(24 / 32 / 50)
 
 
+def test_a_dispatch_waits_for_the_few_that_all_others_send_to():
+    """Groups of 64 lie 8|56 in racks of 72: each of 8 takes in an eighth of what 56 send to any of them."""
+    links = (Link(900e9, 0.0, 72.0).of_job(1152), Link(100e9, 0.0, math.inf))
+    met_ranks, met_one_of_8 = 64 * (1 - (63 / 64) ** 8.0), 1 - (7 / 8) ** 8.0
+    seconds = collective_s("dispatch", met_ranks * 1e6, 64.0, choices=Choices(8.0), links=links)
+    assert seconds == pytest.approx(56 * met_one_of_8 * 1e6 / 8 / 100e9)
+
+
 @pytest.mark.parametrize(("ranks", "alone"), [(9, 1), (12, 4), (16, 8)])
 def test_a_lone_group_waits_for_its_members_in_the_last_node(ranks: int, alone: int) -> None:
     node = (Link(450e9, 0.0, 8.0), Link(50e9, 0.0, math.inf))

@@ -18,7 +18,8 @@ of V bytes, with c = (n-1)/n,
     broadcast, reduce               the same with c = 1 (pipelined in chunks)
     all-to-all                      max over levels of  V (m_i - m_{i-1}) / (n B_i)  + the largest latency
     dispatch                        the same with  V (1 - p_i/p_{i-1}) d(p_{i-1}) / (d(n) B_i)
-    both, on levels of a network    with m_i = n and p_i = 1: what goes on to outer levels leaves here too
+    both, on levels of a network    V (1 - m_{i-1}/n) / B_i: what goes on to outer levels leaves here too; a
+                                    dispatch times d(n/m) / d(n) for m members in the node with fewest
     send, recv                      V / B + latency  on the outermost level the group spans
 
 where hops = sum over levels of latency_i (p_{i-1} - p_i); a dispatch sends each token once to each
@@ -327,7 +328,7 @@ def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], c
     wire: Num = 0.0
     delay_s: Num = 0.0
     axes_bytes_per_s: Num = 0.0
-    nodes = next((step.places[0] for step in steps if step.is_network), 1.0)
+    nodes = next((ranks / step.inside for step in steps if step.is_network), 1.0)
     for level, step in enumerate(steps):
         if kind in ("send", "recv"):  # outer levels overwrite inner ones
             wire = where(step.used, 1.0 / step.bytes_per_s, wire)
@@ -350,13 +351,15 @@ def _ring(kind: Collective, ranks: Num, protocol: str, steps: Sequence[_Step], c
 
 
 def _leaving(kind: Collective, ranks: Num, nodes: Num, steps: Sequence[_Step], choices: Choices) -> Num:
-    """Share of the payload that a rank, in one of `nodes`, sends over the links of the first level."""
+    """Share of the payload that a rank of the node with fewest takes in over the links of the first level.
+
+    All others send to it: it is one of `nodes` as small.
+    """
     step = steps[0]
-    inside, joined = step.places
-    if step.is_network and kind == "all_to_all":
-        return 1.0 - step.inside / ranks
     if step.is_network:
-        return met_places(nodes, *choices) / met_places(ranks, *choices) * (1.0 - 1.0 / inside)
+        met = met_places(nodes, *choices) / met_places(ranks, *choices) if kind == "dispatch" else 1.0
+        return met * (1.0 - step.inside / ranks)
+    inside, joined = step.places
     along = step.here / step.inside
     crossing = where(step.is_axis, np.floor(along**2 / 4.0) / along, 1.0 - 1.0 / along)
     part = _passing(steps) / ranks * crossing
