@@ -15,6 +15,7 @@ import meshwise as mw
 from data_tables import DATA, table
 from meshwise import api
 from meshwise.core.each import telling
+from meshwise.core.errors import PlanError
 from meshwise.launch.arguments import framework_arguments
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
@@ -285,8 +286,16 @@ def test_a_dense_model_judges_samples_of_experts() -> None:
 
 def test_what_is_stated_stays() -> None:
     plan = "tp=2,recompute=full"
-    for one in step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": plan})["best"]:
-        assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, plan)
+    for one in step(**OPEN | {"mode": "split", "rollout_gpus": 4, "train_plan": plan})["best"]:
+        assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 4, plan)
+
+
+def test_an_update_has_as_many_samples_for_each_data_parallel_rank() -> None:
+    """NeMo-RL and verl refuse others: 64 samples over dp=3, stated; an open plan on 6 GPUs is none of those."""
+    with pytest.raises(PlanError, match="the 64 samples of an update do not divide by dp=3 "):
+        step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": "tp=2"})
+    found = mw.rl(**JOB | OPEN | {"model": "qwen3-8b", "mode": "split", "rollout_gpus": 2})
+    assert {64 % one.job.train_dp for one in found.best} == {0}
 
 
 def test_where_nothing_fits_the_answer_is_what_comes_nearest(meshwise: Any) -> None:

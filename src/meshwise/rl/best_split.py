@@ -83,22 +83,27 @@ class _Looks:
         if asked.train_plan is not None:
             return [asked.train_plan]
         if gpus not in self.plans:
-            shared = replace(asked, mode="colocated", rollout_gpus=None, staleness=None, partial=None)
-            probe = replace(shared, train_plan=Plan(), rollout_plan=Plan()).job()
+            one = replace(asked.cluster, num_chips=1)  # a GPU's job, of which the sizes of bins are read
+            probe = replace(asked, mode="colocated", rollout_gpus=None, staleness=None, partial=None, cluster=one)
+            probe = replace(probe, train_plan=Plan(), rollout_plan=Plan()).job()
             bins = num_bins(tuple(self.lengths.tolist()), probe.pack_length) / asked.updates
             how: dict[str, Any] = {"batch": math.ceil(bins / gpus) * gpus, "seq": probe.pack_length}
             untold = {*USUAL, *OFFLOADED[-1]} - {*TRAINED_KEYS[asked.framework.name], *SPACE}
             how |= {"stated": {key: (DEFAULTS[key],) for key in untold} | SPACE, "with_changes": False}
             cluster, plans = replace(asked.cluster, num_chips=gpus), list[Plan]()
-            how["unwanted"] = lambda mesh: [asked.model.num_layers % (mesh.pp * mesh.vpp) != 0]
+            how["unwanted"] = lambda mesh: [
+                asked.model.num_layers % (mesh.pp * mesh.vpp) != 0,
+                probe.update_samples % mesh.dp != 0,
+            ]
             try:
                 found = search(asked.model, cluster, to="megatron-lm", top=FAMILIES, **how)
                 plans = [one.plan for one in (*found.best, found.nearest_miss) if one]
                 refuse("training plans of rl", PlanError, plans=plans, found=found)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
-                text = "training plans of Megatron-LM are tried: {}; state train_plan"
+                text = "plans of Megatron-LM whose dp divides {} samples of an update are tried: {}; state others"
                 if gpus >= max(self.plans, default=0):
-                    self.refused = PlanError(text.format(str(error).partition(";")[0]))
+                    why = str(error).partition(";")[0]
+                    self.refused = PlanError(text.format(probe.update_samples, why))
             self.plans[gpus] = plans
         return self.plans[gpus]
 

@@ -136,6 +136,11 @@ class RlJob(OpenJob):
         """Data-parallel ranks of the trainer."""
         return self.train_plan.data_parallel(self.train_gpus)
 
+    @property
+    def update_samples(self) -> int:
+        """Samples of an optimizer step."""
+        return self.rollouts.num_samples // self.updates
+
     def pool(self) -> RolloutPool:
         """The engines."""
         cluster = replace(self.cluster, num_chips=self.engine_gpus)
