@@ -69,7 +69,7 @@ def launched(framework: str, model: str, plan: mw.Plan, microbatch: int = 1) -> 
         assume(False)
 
 
-MODELS = ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"]
+MODELS = ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "phi-4"]
 
 
 @given(st.sampled_from(TRAINING), st.sampled_from(MODELS), plans())
