@@ -140,12 +140,17 @@ def test_the_stage_of_the_head_waits_for_its_microbatches() -> None:
     assert waits[3] == pytest.approx([found.machine.overheads.microbatch_s])
 
 
-@pytest.mark.parametrize("key", ["cp_kind=ulysses", "schedule=zb-h1", "overlap_pp=0", "sp=1", "zero=3"])
+DENSE_IDLE = ["cp_kind=ulysses", "schedule=zb-h1", "overlap_pp=0", "sp=1", "zero=3"]
+
+
+@pytest.mark.parametrize("key", [*DENSE_IDLE, "imbalance=2", "dispatch_dtype=fp8", "overlap_ep=1"])
 def test_a_key_without_effect_is_told_and_has_none(key: str) -> None:
-    job: Any = {"cluster": "a100-80g-sxm:1", "batch": 4, "seq": 256}
-    stated, plain = (priced("qwen3-0.6b", plan, **job) for plan in (key, ""))
-    assert f"without effect here: {key}" in stated.notes()
-    assert (stated.time_s, stated.memory_bytes) == (plain.time_s, plain.memory_bytes)
+    model = "qwen3-0.6b" if key in DENSE_IDLE else "qwen3-30b-a3b"
+    for kind in ("train",) if key == "zero=3" else ("train", "evaluate"):
+        job: Any = {"cluster": "a100-80g-sxm:1", "batch": 4, "seq": 256, "kind": kind}
+        stated, plain = (priced(model, plan, **job) for plan in (key, ""))
+        assert f"without effect here: {key}" in stated.notes()
+        assert (stated.time_s, stated.memory_bytes) == (plain.time_s, plain.memory_bytes)
 
 
 # --- what must hold ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model, in_sequence, layer_kinds
+from meshwise.model.architecture import Model, in_sequence, layer_kinds, num_dense_layers
 from meshwise.model.weights import block_weights
 from meshwise.plan import plan as keys
 from meshwise.plan.layouts import layout_rules, parts_beyond
@@ -74,7 +74,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     if model.moe is None:
         yield from rules_of("no experts", **names, sizes=sizes)
     else:
-        yield from rules_of("experts", **names, moe=model.moe, ranks=mesh.tp * mesh.cp * mesh.dp)
+        ranks, num_dense = mesh.tp * mesh.cp * mesh.dp, num_dense_layers(model)
+        yield from rules_of("experts", **names, moe=model.moe, ranks=ranks, num_dense=num_dense)
     lora = plan.lora_rank, plan.lora_targets
     of_kinds = (weight for kind in layer_kinds(model) for weight in block_weights(model, kind, *lora))
     yield from rules_of("adapters", **names, adapts=any(weight.is_adapter for weight in of_kinds))

@@ -100,7 +100,7 @@ class _Looks:
                 plans = [one.plan for one in (*found.best, found.nearest_miss) if one]
                 refuse("training plans of rl", PlanError, plans=plans, found=found)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
-                text = "plans of Megatron-LM whose dp divides {} samples of an update are tried: {}; state others"
+                text = "plans of Megatron-LM whose dp divides {} samples an update are tried: {}; state train_plan"
                 if gpus >= max(self.plans, default=0):
                     why = str(error).partition(";")[0]
                     self.refused = PlanError(text.format(probe.update_samples, why))
