@@ -291,7 +291,7 @@ def test_what_is_stated_stays() -> None:
 
 
 def test_an_update_has_as_many_samples_for_each_data_parallel_rank() -> None:
-    """NeMo-RL and verl refuse others: 64 samples over dp=3, stated; an open plan on 6 GPUs is none of those."""
+    """NeMo-RL and verl refuse others: 64 samples over dp=3, stated; no open plan is one of those."""
     with pytest.raises(PlanError, match="the 64 samples of an update do not divide by dp=3 "):
         step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": "tp=2"})
     found = mw.rl(**JOB | OPEN | {"model": "qwen3-8b", "mode": "split", "rollout_gpus": 2})

@@ -54,6 +54,8 @@ LOOKED_SAMPLES, LOOKED_UPDATES = 2048, 4
 """Of larger batches a first look simulates the fullest engines alone, with about so many samples; of more
 updates it prices the first."""
 
+_NONE_RUNS = "plans of Megatron-LM whose dp divides {} samples an update are tried: {}; state train_plan"
+
 PARTS_OF_CLUSTER = (2, 4)
 """The cluster is also looked at as if it had so many times fewer GPUs."""
 
@@ -83,9 +85,9 @@ class _Looks:
         if asked.train_plan is not None:
             return [asked.train_plan]
         if gpus not in self.plans:
-            one = replace(asked.cluster, num_chips=1)  # a GPU's job, of which the sizes of bins are read
-            probe = replace(asked, mode="colocated", rollout_gpus=None, staleness=None, partial=None, cluster=one)
-            probe = replace(probe, train_plan=Plan(), rollout_plan=Plan()).job()
+            shared = replace(asked, mode="colocated", rollout_gpus=None, staleness=None, partial=None)
+            alone = replace(asked.cluster, num_chips=1)  # of a job, whose bins do not depend on its plan
+            probe = replace(shared, cluster=alone, train_plan=Plan(), rollout_plan=Plan()).job()
             bins = num_bins(tuple(self.lengths.tolist()), probe.pack_length) / asked.updates
             how: dict[str, Any] = {"batch": math.ceil(bins / gpus) * gpus, "seq": probe.pack_length}
             untold = {*USUAL, *OFFLOADED[-1]} - {*TRAINED_KEYS[asked.framework.name], *SPACE}
@@ -100,10 +102,9 @@ class _Looks:
                 plans = [one.plan for one in (*found.best, found.nearest_miss) if one]
                 refuse("training plans of rl", PlanError, plans=plans, found=found)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
-                text = "plans of Megatron-LM whose dp divides {} samples an update are tried: {}; state train_plan"
                 if gpus >= max(self.plans, default=0):
                     why = str(error).partition(";")[0]
-                    self.refused = PlanError(text.format(probe.update_samples, why))
+                    self.refused = PlanError(_NONE_RUNS.format(probe.update_samples, why))
             self.plans[gpus] = plans
         return self.plans[gpus]
 
