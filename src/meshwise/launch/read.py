@@ -13,6 +13,7 @@ worth.
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,45 +76,28 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         DataError: The file cannot be read, is of no known framework, or has a value that is not allowed.
     """
     framework, stated, words_gpus = _parse(path)
-    num_gpus = num_gpus or words_gpus
-    if framework == "megatron-lm" and "--vocab-size" not in stated:
-        kind = "GPT2BPETokenizer" if "--merge-file" in stated else str(stated.get("--tokenizer-type"))
-        if kind in launch_tables().tokenizers:
-            stated["--vocab-size"] = launch_tables().tokenizers[kind]
+    _state_vocabulary(framework, stated)
     layout = str(stated.get("--pipeline-model-parallel-layout") or "")
     stated = restated(framework, stated)
     facts, unread = read_settings(framework, stated)
     facts.setdefault("software", software_of(framework))
     _check_counts(facts, path)
+    num_gpus = num_gpus or words_gpus
     if num_gpus is not None:
         facts["num_gpus"] = num_gpus
     elif facts.get("num_gpus", 0) < 0:
         facts["num_gpus"] = None
-    tables, is_config = launch_tables(), any("_target_" in name for name in stated)
-    other_model = next((name for name in stated if stated[name] and re.match(tables.other_model, name)), "")
+    is_config = any("_target_" in name for name in stated)
+    known = launch_tables().other_model
+    other_model = next((name for name in stated if stated[name] and re.match(known, name)), "")
     is_shaped = framework.startswith("megatron") and not other_model
     model = model_of(facts, facts["tp"], path.stem) if is_shaped else _preset(stated)
     facts |= {"has_experts": bool(facts.get("num_experts")) or facts.get("ep", 1) > 1}
     if model is not None:
         facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
     facts = recover(dict.fromkeys(("cp", "pp"), 1) | facts)
-    plan = plan_of(facts)
-    idle = idle_keys(DEFAULTS | facts)
-    again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
-    again = constants_of(framework) | again
-    arguments, table = framework_arguments(framework).arguments, table_of(framework)
-    costly = "(?!)" if is_config else tables.costly.get(framework.partition("-")[0], "(?!)")
-    idle_names = {*tables.neutral} | {
-        name for key in idle & table.keys() for one in table[key].values() for name in one.settings
-    }
-
-    def is_unread(name: str) -> bool:
-        if name not in arguments or name in idle_names:
-            return name not in idle_names and bool(re.match(costly, name))
-        value, unstated = read_value(framework, name, stated[name]), arguments[name].unstated
-        return value not in (unstated, again.get(name, unstated))
-
-    unread += [f"{name} {stated[name]}: no key of a plan says this" for name in stated if is_unread(name)]
+    names = _unread_names(framework, stated, facts, is_config=is_config)
+    unread += [f"{name} {stated[name]}: no key of a plan says this" for name in names]
     of_recipe = framework == "megatron-bridge" and not is_config
     unread += told("read job", layout=layout, of_recipe=of_recipe, facts=facts)
     batch = facts.get("batch")
@@ -121,7 +105,35 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         batch = facts["local_batch"] * facts["dp"] if facts.get("dp") else None
     said: Facts = {name: facts.get(name) for name in ("seq", "microbatch", "num_gpus")}
     said |= {"unread": tuple(unread), "other_model": other_model}
-    return Job(framework=framework, model=model, plan=plan, batch=batch, **said)
+    return Job(framework=framework, model=model, plan=plan_of(facts), batch=batch, **said)
+
+
+def _state_vocabulary(framework: str, stated: Settings) -> None:
+    """Megatron-LM's vocabulary, where its tokenizer alone says it."""
+    if framework == "megatron-lm" and "--vocab-size" not in stated:
+        kind = "GPT2BPETokenizer" if "--merge-file" in stated else str(stated.get("--tokenizer-type"))
+        if kind in launch_tables().tokenizers:
+            stated["--vocab-size"] = launch_tables().tokenizers[kind]
+
+
+def _unread_names(framework: str, stated: Settings, facts: Facts, *, is_config: bool) -> Iterator[str]:
+    """Arguments that change the cost, and that do not come out as stated when `facts` are written again."""
+    idle = idle_keys(DEFAULTS | facts)
+    again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
+    again = constants_of(framework) | again
+    arguments, table, tables = framework_arguments(framework).arguments, table_of(framework), launch_tables()
+    costly = "(?!)" if is_config else tables.costly.get(framework.partition("-")[0], "(?!)")
+    passed = {*tables.neutral} | {
+        name for key in idle & table.keys() for one in table[key].values() for name in one.settings
+    }
+    for name in (one for one in stated if one not in passed):
+        if name not in arguments:
+            is_unread = bool(re.match(costly, name))
+        else:
+            value, unstated = read_value(framework, name, stated[name]), arguments[name].unstated
+            is_unread = value not in (unstated, again.get(name, unstated))
+        if is_unread:
+            yield name
 
 
 def _check_counts(facts: Facts, path: Path) -> None:
