@@ -87,7 +87,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     elif plan.done_by.parts == "transformers":
         yield from _huggingface_rules(model, mesh)
     yield from _stage_rules(model, mesh)
-    yield from rules_of("host link", mesh=mesh, chip=cluster.chip)
+    yield from rules_of("links of a chip", mesh=mesh, chip=cluster.chip)
 
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
