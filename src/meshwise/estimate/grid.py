@@ -67,7 +67,7 @@ Refusals = Callable[[Mesh], Iterable[Any]]
 
 def num_stated(values: Mapping[str, Any]) -> int:
     """How many of these keys have another value than by default."""
-    return sum(value != DEFAULTS.get(key, 1) for key, value in values.items())
+    return sum(value not in (None, DEFAULTS.get(key, 1)) for key, value in values.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

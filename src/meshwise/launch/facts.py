@@ -80,7 +80,7 @@ def resharding(zero: Any, pp: Any) -> Any:
 def derive(facts: Facts) -> Facts:
     """`facts`, and what follows from them (`catalog/launch.toml`); None where it does not apply."""
     ones = {key: int(facts.get(key) or 1) for key in ("tp", "cp", "pp", "dp", "ep", "vpp")}
-    known: Facts = {"zero": 0, "overlap_pp": True} | facts | ones
+    known: Facts = {"zero": 0, "overlap_pp": True, "overlap_ep": False} | facts | ones
     known["recompute_modules"] = facts.get("recompute_modules") or ()
     found = dict.fromkeys(("adapted", "adapted_attention", "adapts_mlp", "adapts"))
     found |= formulas(launch_tables().derived, _FUNCTIONS | known)

@@ -16,9 +16,10 @@ from meshwise.core import refusals
 from meshwise.core.errors import PlanError
 from meshwise.core.expressions import formulas
 from meshwise.launch.facts import Facts, derive, resharding, without_effect
-from meshwise.launch.settings import ONE_CARD, write_settings
+from meshwise.launch.settings import ONE_CARD, training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import ANY, Setting, covered, launch_tables, table_of
+from meshwise.machine.hardware import Chip
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, KINDS, NUMBERS, RECOMPUTE
@@ -47,6 +48,11 @@ def modules_of(framework: str) -> tuple[tuple[str, ...], ...]:
     """What selective recomputation covers where a framework has a list of its own; () is the usual."""
     forms = _whole(table_of(framework).get("recompute_form", {})) or ()
     return ((), ("per_op",)) if "per_op" in forms and "selective" not in forms else ()
+
+
+def running(model: Model, chip: Chip, seq: int) -> list[str]:
+    """The frameworks that run on a chip and whose settings say all of a model."""
+    return [name for name in training_on(chip) if says_model(name, model, seq)]
 
 
 def runs(frameworks: Iterable[str], model: Model, mesh: Mesh) -> Any:
@@ -82,9 +88,11 @@ def unsaid_keys(framework: str, keys: Facts, model: Model) -> list[str]:
     return [*write_settings(framework, derive(DEFAULTS | keys | of_model))[1].values()]
 
 
-def refused(framework: str, model: Model, mesh: Mesh) -> Iterator[Any]:
-    """Where the framework does not run the training plans of `mesh`, one reason after another."""
-    return _refused(framework, *_counted(model, mesh))
+def refused(frameworks: Iterable[str], model: Model, mesh: Mesh) -> list[Any]:
+    """Where training plans of `mesh` do not run in the first framework that runs some, reason by reason."""
+    of = _counted(model, mesh)
+    each = ([*_refused(name, *of)] for name in frameworks)
+    return next((reasons for reasons in each if not any(map(np.all, reasons))), [True])
 
 
 def check(framework: str, facts: Facts) -> None:

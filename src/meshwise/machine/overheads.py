@@ -100,16 +100,17 @@ class Software(NamedTuple):
     Whose loss it runs (`program.loss`), and what is fused of it by default. `sums_wide`: DTensor sums the
     gradients that every rank of tp has a part of in the type in which FSDP2 reduces them, not in that of the
     matmuls. `measured_as`: the generation whose overheads it has, where nobody measured its own. `makers`:
-    those whose chips run no other. `native_attention`: generations of chips whose own fused attention it
-    runs. `is_eager`: it fuses no element-wise kernels of a block. `stops_early`: see *Recomputation*.
-    `weighs_last`: as in a `program.cut.Cut`, `casts_weights`: as in a `program.op.Precision`.
+    those whose chips run no other, and the kinds that it has there of some keys of a plan.
+    `native_attention`: generations of chips whose own fused attention it runs. `is_eager`: it fuses no
+    element-wise kernels of a block. `stops_early`: see *Recomputation*. `weighs_last`: as in a
+    `program.cut.Cut`, `casts_weights`: as in a `program.op.Precision`.
     """
 
     losses: str
     loss_fusion: str
     sums_wide: bool = False
     measured_as: str = ""
-    makers: Sequence[str] = ()
+    makers: Mapping[str, Mapping[str, Sequence[str]]] = {}
     native_attention: Sequence[str] = ()
     is_eager: bool = False
     weighs_last: bool = False
@@ -124,6 +125,11 @@ SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].item
 def software_on(chip: Chip) -> str:
     """What a plan that does not say runs on `chip`, where that is not DEFAULT_SOFTWARE; else nothing."""
     return next((name for name, one in SOFTWARE.items() if chip.vendor in one.makers), "")
+
+
+def own_kinds(chip: Chip) -> dict[str, Sequence[str]]:
+    """The kinds that software of a chip's own has of some keys of a plan; nothing where it runs any other."""
+    return dict(SOFTWARE[name].makers[chip.vendor]) if (name := software_on(chip)) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

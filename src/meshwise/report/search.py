@@ -18,8 +18,8 @@ from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
-from meshwise.launch.runs import says_model
-from meshwise.launch.settings import training_on
+from meshwise.launch.runs import running
+from meshwise.launch.settings import TRAINING, training_on
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
@@ -123,7 +123,7 @@ def answer_lines(result: Result) -> Iterator[str]:
         yield f"  leans on {of.leans_on}"
     if result.runnable is None and not first[1].runs_in:
         model, chip, seq = first[0].model, first[0].cluster.chip, int(first[0].mesh.seq)
-        able = ", ".join(name for name in training_on(chip) if says_model(name, model, seq))
+        able = ", ".join(name for name in running(model, chip, seq) if name in TRAINING)
         yield from told("run by none", able=able, model=model, chip=chip)
     if result.offloaded:
         share = result.ranked_s(*result.offloaded) / result.ranked_s(*first)

@@ -62,7 +62,7 @@ class Found:
     @property
     def text(self) -> str:
         """What the plan states, which need not be the shortest text of it."""
-        chosen = {key: value for key, value in self.values.items() if value != DEFAULTS.get(key, value)}
+        chosen = {key: of for key, of in self.values.items() if of not in (None, DEFAULTS.get(key, of))}
         return ",".join(f"{key}={KEYS[key].show(value)}" for key, value in chosen.items())
 
     @property

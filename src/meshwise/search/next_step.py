@@ -14,8 +14,9 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import Estimate
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import training_on
-from meshwise.plan.plan import DEFAULTS, PLAN_LISTS, Plan
-from meshwise.search.search import Result, search
+from meshwise.plan.plan import DEFAULTS, PLAN_LISTS, RECOMPUTE, Plan
+from meshwise.search.search import MEMORY_FRAC, Result, search
+from meshwise.search.space import usual_kinds
 
 _LEAST_GAIN = 0.01
 """A plan that is faster by less is not worth a change."""
@@ -48,7 +49,7 @@ def next_step(found: Estimate) -> NextStep | None:
     if not found.trains:
         return None
     near = [NextStep((text,), run) for text, run in _neighbours(found)]
-    fitting = [one for one in near if one.run.fits]
+    fitting = [one for one in near if _has_room(one.run)]
     if found.fits:
         fitting = [one for one in fitting if one.run.step_s < (1 - _LEAST_GAIN) * found.step_s]
     elif not fitting:
@@ -56,9 +57,14 @@ def next_step(found: Estimate) -> NextStep | None:
             NextStep((*one.changes, text), run)
             for one in sorted(near, key=lambda one: one.run.memory_bytes["total"])[:_CARRIED]
             for text, run in _neighbours(one.run)
-            if run.fits
+            if _has_room(run)
         ]
     return min(fitting, key=lambda one: one.run.step_s, default=None)
+
+
+def _has_room(run: Estimate) -> bool:
+    """Whether a plan leaves free what a search does: the rest is for what the estimate does not know."""
+    return run.memory_bytes["total"] <= MEMORY_FRAC * run.cluster.chip.memory_bytes
 
 
 COMPUTED = PLAN_LISTS["computed"]
@@ -72,40 +78,32 @@ def computed(plan: Plan) -> dict[str, tuple[Any, ...]]:
 
 def other_plans(found: Estimate) -> Result:
     """A search of all plans that compute what `found` does, on its machine and for its batch."""
-    work = found.workload
-    return search(
-        model=found.model, cluster=found.cluster, batch=work.batch, seq=work.seq,
-        stated=computed(found.plan), top=1, memory_frac=1.0,
-    )  # fmt: skip
+    job, work = (found.model, found.cluster), found.workload
+    return search(*job, batch=work.batch, seq=work.seq, stated=computed(found.plan), top=1)
 
 
 def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
     """The plans one change away that a framework runs, where one runs what is priced."""
     able = [one for one in training_on(found.cluster.chip) if np.all(runs((one,), found.model, found.mesh))]
-    for key, value in _changes(found.plan, found.workload.microbatch):
+    for key, value in _changes(found):
         text = value if isinstance(value, str) else f"{value:g}"
         with suppress(MeshwiseError):  # it is no plan of this model or cluster
             # what only went with the old value of the key is left open (`stages=even` stays)
             bound = [name for name in PLAN_LISTS.get(f"with_{key}", ()) if getattr(found.plan, name)]
             run = found.changed(**{key: value}, **{name: DEFAULTS[name] for name in bound})
-            if not able or np.all(runs(able, run.model, run.mesh)):
+            is_one = run.plan.is_paired == found.plan.is_paired  # DualPipe with experts is several changes
+            if is_one and (not able or np.all(runs(able, run.model, run.mesh))):
                 yield f"{key}={text}", run
 
 
-def _changes(plan: Plan, microbatch: int) -> Iterator[tuple[str, Any]]:
-    for key in ("tp", "cp", "pp", "ep") if plan.layout == "1d" and plan.dp is None else ():
-        degree = getattr(plan, key)
-        yield from ((key, other) for other in (degree // 2, 2 * degree) if other)
-    if plan.pp > 1:
-        yield from (("vpp", size) for size in (2 * plan.vpp, plan.vpp // 2) if size)
-    yield from (("microbatch", size) for size in (microbatch // 2, 2 * microbatch) if size)
-    yield from (("zero", stage) for stage in range(4) if stage != plan.zero)
-    yield from (("recompute", kind) for kind in ("none", "selective", "full") if kind != plan.recompute)
-    if plan.tp > 1 and not plan.overlap_tp:
-        yield "overlap_tp", True
-    if plan.ep > 1 and not plan.overlap_ep:
-        yield "overlap_ep", True
-    if plan.loss_chunks == 1:
-        yield "loss_chunks", 8
-    if not plan.offload_optimizer and not plan.lora_rank:
-        yield "offload_optimizer", 1.0
+def _changes(found: Estimate) -> Iterator[tuple[str, Any]]:
+    plan, sizes = found.plan, {"microbatch": found.workload.microbatch}
+    axes = (*("tp", "cp", "pp", "ep") * (plan.layout == "1d" and plan.dp is None), *("vpp",) * (plan.pp > 1))
+    sizes |= {key: getattr(plan, key) for key in axes}
+    yield from ((key, other) for key, size in sizes.items() for other in (size // 2, 2 * size) if other)
+    needs = {"cp_kind": plan.cp, "schedule": plan.pp, "dispatch": plan.ep}
+    kinds = {key: of for key, of in usual_kinds(found.cluster.chip).items() if needs[key] > 1}
+    kinds |= {"zero": range(4), "recompute": RECOMPUTE, "loss_chunks": (8,) * (plan.loss_chunks == 1)}
+    kinds |= {"overlap_tp": (True,) * (plan.tp > 1), "overlap_ep": (True,) * (plan.ep > 1)}
+    kinds["offload_optimizer"] = (1.0,) * (not plan.offload_optimizer and not plan.lora_rank)
+    yield from ((key, kind) for key, of in kinds.items() for kind in of if kind != getattr(plan, key))

@@ -19,11 +19,12 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
+from meshwise.core.refusals import refuse
 from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.grid import NUMBER_KEYS, Grid, Refusals, grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
-from meshwise.launch.runs import refused, runs, says_model, unsaid_keys
+from meshwise.launch.runs import refused, running, runs, says_model, unsaid_keys
 from meshwise.launch.settings import SEARCHED, training_on
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import software_on
@@ -37,7 +38,7 @@ from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found, found_at, listed, num_listed
 from meshwise.search.difference import Reason, reasons
 from meshwise.search.sensitivity import Assumption, Version, hurts_most, versions, weigh
-from meshwise.search.space import Stated, Values, free_values, not_tried
+from meshwise.search.space import Stated, Values, free_values, not_tried, switched, untried
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -299,14 +300,11 @@ def _under_software(cluster: Cluster, stated: Stated, versions: Sequence[str]) -
 
 def _known_framework(to: str, model: Model, cluster: Cluster, seq: int) -> str:
     """The framework that must run the plan, "" for any; PlanError where it does not run such jobs."""
-    if to not in ("", ANY_FRAMEWORK, *SEARCHED):
-        raise PlanError(f"to={to} must be one of {', '.join((*SEARCHED, ANY_FRAMEWORK))}")
     if to in ("", ANY_FRAMEWORK):
         return ""
-    if to not in training_on(cluster.chip):
-        raise PlanError(f"{to} does not run on {cluster.chip.name}; leave --to out")
-    if not says_model(to, model, seq):
-        raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
+    names, says = ", ".join((*SEARCHED, ANY_FRAMEWORK)), to not in SEARCHED or says_model(to, model, seq)
+    of = {"here": training_on(cluster.chip), "chip": cluster.chip, "model": model, "says_model": says}
+    refuse("framework of a search", PlanError, to=to, known=SEARCHED, names=names, **of)
     return to
 
 
@@ -343,8 +341,11 @@ class _Space:
         return self.under(one.plan).step_s(one) if self.robust else one.step_s
 
     def refused(self, mesh: Mesh) -> Iterable[Any]:
-        """Where plans are unwanted, or the framework does not run them, if there is one."""
-        return *self.unwanted(mesh), *(refused(self.to, self.model, mesh) if self.to else ())
+        """Where plans are unwanted, or no framework runs them that must."""
+        on = switched(mesh.plan, self.stated)
+        yield from (*self.unwanted(mesh), untried(mesh, self.cluster.chip, self.stated, on))
+        if self.to or on:
+            yield from refused([self.to] if self.to else self.able, self.model, mesh)
 
     def values(self) -> Values:
         """The values of each key that varies."""
@@ -361,9 +362,10 @@ class _Space:
         share = most / max(sum(map(num_listed, opened)), most)
         return [one for grid in opened for one in _drawn(grid, round(share * num_listed(grid)), draw)]
 
-    def runs(self, mesh: Mesh) -> Any:
-        """Where some framework runs plans."""
-        return runs(training_on(self.cluster.chip), self.model, mesh)
+    @property
+    def able(self) -> list[str]:
+        """The frameworks that run such jobs."""
+        return running(self.model, self.cluster.chip, self.workload.seq)
 
     def price(
         self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None
@@ -374,9 +376,8 @@ class _Space:
         """
         under = self.under if against is None else lambda plan: against
         memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
-        names = () if self.to else training_on(self.cluster.chip)
-        can_run = any(says_model(name, self.model, self.workload.seq) for name in names)
-        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs, can_run, self.top)
+        can_run, some_run = not self.to and bool(self.able), partial(runs, self.able, self.model)
+        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, some_run, can_run, self.top)
         try:
             best_first(partial(self.grids, under=under), self.values(), kept, on_plans)
         except KeyboardInterrupt:

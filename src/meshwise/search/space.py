@@ -1,8 +1,9 @@
 """The space of a search: the values that are worth trying of every key that the caller leaves free.
 
 `USUAL` keys are free unless the caller states them. They change neither what is computed nor what the
-training software must be able to do. `key=*` frees any other key of `all_values`: layouts beyond one
-dimension, the order of the axes on the links, offloading, overlaps that are not common.
+training software must be able to do, but for `SWITCHES`, which are tried where a framework has them.
+`key=*` frees any other key of `all_values`: layouts beyond one dimension, the order of the axes on the links,
+offloading.
 """
 
 import itertools
@@ -10,12 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.errors import PlanError
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.launch.runs import modules_of, values_of
-from meshwise.machine.hardware import Cluster
+from meshwise.launch.runs import modules_of, running, values_of
+from meshwise.machine.hardware import Chip, Cluster
+from meshwise.machine.overheads import own_kinds
 from meshwise.model.architecture import Model
 from meshwise.plan import plan
+from meshwise.plan.mesh import Mesh
 from meshwise.plan.workload import Workload
 
 Values = dict[str, Sequence[Any]]
@@ -30,9 +35,29 @@ CAPS = {"tp": 64, "pp": 128, "vpp": 16}
 RECOMPUTED_LAYERS = (None, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Layers of a stage that full recomputation covers (None: all)."""
 
-USUAL = plan.PLAN_LISTS["usual"]
-USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDULES[1:]}
-"""Kinds that are tried unless the key is `*`: GPipe and the two-level exchange are for those who ask."""
+SWITCHES = plan.PLAN_LISTS["switches"]
+USUAL = [*plan.PLAN_LISTS["usual"], *SWITCHES]
+
+
+def usual_kinds(chip: Chip) -> Values:
+    """The kinds that are tried of some keys unless those are `*`; of a chip's own software, those it has.
+
+    GPipe and the two-level exchange are for those who ask.
+    """
+    kinds = {"cp_kind": plan.CP_KINDS[:3], "schedule": SCHEDULES[1:], "dispatch": plan.DISPATCH}
+    return {**kinds, **own_kinds(chip)}
+
+
+def untried(mesh: Mesh, chip: Chip, stated: Stated, switched: Sequence[str]) -> Any:
+    """Where two switches are on, or a pipeline has a schedule that the chip's own software does not have."""
+    own = [SCHEDULES.index(name) for name in own_kinds(chip).get("schedule", SCHEDULES)]
+    return (len(switched) > 1) | (("schedule" not in stated) & (mesh.pp > 1) & ~np.isin(mesh.schedule, own))
+
+
+def switched(of: plan.Plan, stated: Stated) -> list[str]:
+    """The `SWITCHES` that a plan has on and that are not `stated`, nor DualPipe's own."""
+    own = {*stated, *["overlap_ep"] * of.is_paired}
+    return [key for key in SWITCHES if key not in own and getattr(of, key)]
 
 
 def free_values(
@@ -47,8 +72,14 @@ def free_values(
     known = all_values(model, cluster, workload, capped=capped)
     every = all_values(model, cluster, workload, capped=False)
     known |= {key: values for key, values in every.items() if plan.ANY in stated.get(key, ())}
-    found = {key: known[key] for key in USUAL if key in known}
-    found |= {key: [kind for kind in kinds if kind in found[key]] for key, kinds in USUAL_KINDS.items()}
+    able = [to] if to else running(model, cluster.chip, workload.seq)
+    lacking = {key for key in SWITCHES if not any(True in (values_of(of, key) or (True,)) for of in able)}
+    kinds = usual_kinds(cluster.chip)
+    found = {
+        key: [one for one in known[key] if one in (plan.DEFAULTS.get(key), *kinds.get(key, known[key]))]
+        for key in USUAL
+        if key in known and key not in lacking
+    }
     for key, values in stated.items():
         if plan.ANY in values and key not in known:
             raise PlanError(f"{key}=* cannot be searched here; list values, or free {', '.join(known)}")
@@ -143,7 +174,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bo
             "ep": [x for x in divisors(model.moe.num_experts) if world % x == 0],
             "etp": (None, 1),
             "dispatch": plan.DISPATCH,
-            "overlap_ep": switch,
+            "overlap_ep": (None, True),
         }
     return found
 
