@@ -74,12 +74,10 @@ def free_values(
     known |= {key: values for key, values in every.items() if plan.ANY in stated.get(key, ())}
     able = [to] if to else running(model, cluster.chip, workload.seq)
     lacking = {key for key in SWITCHES if not any(True in (values_of(of, key) or (True,)) for of in able)}
-    kinds = usual_kinds(cluster.chip)
-    found = {
-        key: [one for one in known[key] if one in (plan.DEFAULTS.get(key), *kinds.get(key, known[key]))]
-        for key in USUAL
-        if key in known and key not in lacking
-    }
+    found: Values = {key: known[key] for key in USUAL if key in known and key not in lacking}
+    for key, kinds in usual_kinds(cluster.chip).items():
+        if key in found:
+            found[key] = [kind for kind in found[key] if kind in (plan.DEFAULTS[key], *kinds)]
     for key, values in stated.items():
         if plan.ANY in values and key not in known:
             raise PlanError(f"{key}=* cannot be searched here; list values, or free {', '.join(known)}")
