@@ -10,7 +10,8 @@ import meshwise as mw
 from data_tables import table
 from meshwise.core.ledger import COLUMNS
 from meshwise.core.units import duration, quantity
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import find_chip, find_cluster
+from meshwise.search.search import MEMORY_FRAC
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
 KEYS = {
@@ -131,4 +132,6 @@ def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said:
     rest = [word for i, word in enumerate(words) if "--plan" not in (word, words[i - 1])]
     then = meshwise("estimate", *rest, *changes, "--json").document
     assert then["fits"] and (not now["fits"] or then["step_s"] < now["step_s"])
+    room = MEMORY_FRAC * find_cluster(words[words.index("--cluster") + 1]).chip.memory_bytes
+    assert then["memory_bytes"]["total"] <= room and ("=" not in said or said in line)
     assert duration(then["step_s"]) in line

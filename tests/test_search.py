@@ -21,6 +21,7 @@ from meshwise.estimate.adverse import together
 from meshwise.estimate.grid import grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.launch.read import read_job
+from meshwise.launch.runs import running, runs
 from meshwise.launch.settings import SEARCHED, TRAINING
 from meshwise.launch.write import launch
 from meshwise.machine.hardware import Cluster, find_cluster
@@ -31,7 +32,7 @@ from meshwise.plan.plan import Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.best_plans import FRONT_FRAC, BestPlans, distinct
 from meshwise.search.search import Result, search
-from meshwise.search.space import USUAL, free_values
+from meshwise.search.space import USUAL, free_values, is_switched, untried
 from test_one_path import MODELS, VALUES
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,11 @@ def priced_one_by_one(
         microbatch = plan.pop("microbatch")
         try:
             of = estimate(model, cluster, Plan(**plan), replace(load, microbatch=microbatch))
+            able = running(model, cluster.chip, load.seq)
+            if np.any(untried(of.mesh, cluster.chip, stated)):
+                continue
+            if is_switched(of.plan, stated) and not np.all(runs(able, model, of.mesh)):
+                continue
             if not to or not launch(model, cluster, of.plan, of.workload, to).not_expressed:
                 yield of
         except MeshwiseError:
@@ -183,6 +189,38 @@ def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:
     assert anywhere.runnable[1].runs_in == runnable.bases[0].runs_in
 
 
+def test_what_a_framework_hides_is_tried_as_it_runs_it() -> None:
+    """One exchange at a time is hidden, in plans that a framework runs, with `to` or without."""
+    job, work = (find_model("qwen3-30b-a3b"), find_cluster("b200-sxm:16")), {"batch": 256, "seq": 4096}
+    few: dict[str, Any] = {"microbatch": (4,), "cp": (1,), "recompute": ("none", "full")}
+    hidden, megatron = search(*job, **work, stated=few), search(*job, **work, stated=few, to="megatron-lm")
+    exposed = search(*job, **work, stated=few | {"overlap_ep": (None,)})
+    assert hidden.best[0].plan.overlap_ep and "megatron-lm" in hidden.bases[0].runs_in
+    assert hidden.best[0].plan == megatron.best[0].plan
+    assert hidden.best[0].step_s < exposed.best[0].step_s
+    for found in (*hidden.best, *hidden.pareto):
+        assert not (found.plan.overlap_ep and (found.plan.overlap_tp or found.plan.recompute == "full"))
+
+
+def test_a_chip_with_software_of_its_own_has_its_schedules() -> None:
+    """MaxText's pipeline is GPipe, Trainium's library has 1F1B; what is stated is obeyed."""
+    job, work = find_model("qwen3-30b-a3b"), {"batch": 64, "seq": 4096}
+    for chip, schedules in {"tpu-v5p": {"gpipe"}, "trainium2": {"1f1b", "interleaved"}}.items():
+        on = find_cluster(f"{chip}:64")
+        found = search(job, on, **work, stated={"pp": (2, 4), "microbatch": (1,), "cp": (1,)})
+        assert {one.plan.schedule for one in found.best} <= schedules
+        of = search(job, on, **work, stated={"pp": (4,), "schedule": ("zb-h1",), "microbatch": (1,)})
+        assert of.best[0].plan.schedule == "zb-h1" and not of.best[0].plan.overlap_ep
+
+
+@pytest.mark.parametrize(("model", "said"), table("tables")["searched"]["without_settings"])
+def test_where_nobody_runs_a_plan_it_is_said_who_answers(meshwise, model: str, said: str) -> None:
+    job = ("search", model, "--cluster", "h100-80g-sxm:16", "--batch", 16, "--seq", 4608, "--top", 1)
+    assert said in " ".join(meshwise(*job, "--plan", "tp=1,cp=1,pp=1").out.split())
+    for to in re.findall("deepspeed|accelerate", said):
+        assert f"runs in {to}" in " ".join(meshwise(*job, "--to", to).out.split())
+
+
 def test_where_little_fits_it_is_told_what_offloading_gives(meshwise) -> None:
     job = ("nemotron-3-nano", "--cluster", "h100:8", "--batch", 64, "--seq", 4096)
     found = meshwise("search", *job, "--json").document
@@ -196,7 +234,9 @@ def test_where_little_fits_it_is_told_what_offloading_gives(meshwise) -> None:
 def test_a_plan_that_a_framework_runs_is_named_first_where_it_is_as_fast(meshwise) -> None:
     """What zb-v gains here is less than half a percent, no framework runs it, and it is no simpler."""
     job = ("llama3-70b", "--cluster", "b200-sxm:576", "--batch", 1152, "--seq", 8192)
-    first, second, rest = meshwise("search", *job, "--plan", "recompute=none").out.split("leans on")
+    first, second, rest = meshwise("search", *job, "--plan", "recompute=none,overlap_tp=0").out.split(
+        "leans on"
+    )
     assert "\nfastest that a framework runs: " in first and "; runs in megatron-lm" in first
     assert "\nfastest, by 0." in second and "; no framework runs it" in second and "simplest" not in rest
 
@@ -277,7 +317,7 @@ def test_random_spaces_of_all_keys(data: st.DataObject, model: str, cluster: str
 def test_repeats_are_not_counted() -> None:
     """Two searches whose spaces are the same plans in other words count as many."""
     few: Any = dict.fromkeys(("vpp", "zero", "cp", "microbatch"), (1,))
-    few |= {"tp": (2,), "pp": (1, 2), "schedule": ("1f1b",), "recompute": ("none",)}
+    few |= {"tp": (2,), "pp": (1, 2), "schedule": ("1f1b",), "recompute": ("none",), "overlap_tp": (False,)}
     many = few | {"sp": (None, True), "cp_kind": ("ring", "ulysses"), "placement": ("*",), "etp": (None,)}
     one, other = (search(*LLAMA_16, batch=16, seq=2048, stated=stated) for stated in (few, many))
     assert one.plans_considered == 2

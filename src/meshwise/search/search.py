@@ -38,7 +38,7 @@ from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found, found_at, listed, num_listed
 from meshwise.search.difference import Reason, reasons
 from meshwise.search.sensitivity import Assumption, Version, hurts_most, versions, weigh
-from meshwise.search.space import Stated, Values, free_values, not_tried, switched, untried
+from meshwise.search.space import Stated, Values, free_values, is_switched, not_tried, untried
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -342,9 +342,8 @@ class _Space:
 
     def refused(self, mesh: Mesh) -> Iterable[Any]:
         """Where plans are unwanted, or no framework runs them that must."""
-        on = switched(mesh.plan, self.stated)
-        yield from (*self.unwanted(mesh), untried(mesh, self.cluster.chip, self.stated, on))
-        if self.to or on:
+        yield from (*self.unwanted(mesh), untried(mesh, self.cluster.chip, self.stated))
+        if self.to or is_switched(mesh.plan, self.stated):
             yield from refused([self.to] if self.to else self.able, self.model, mesh)
 
     def values(self) -> Values:

@@ -48,16 +48,17 @@ def usual_kinds(chip: Chip) -> Values:
     return {**kinds, **own_kinds(chip)}
 
 
-def untried(mesh: Mesh, chip: Chip, stated: Stated, switched: Sequence[str]) -> Any:
-    """Where two switches are on, or a pipeline has a schedule that the chip's own software does not have."""
+def untried(mesh: Mesh, chip: Chip, stated: Stated) -> Any:
+    """Where a switch is on beside another, or a pipeline's schedule is none of the chip's own software."""
     own = [SCHEDULES.index(name) for name in own_kinds(chip).get("schedule", SCHEDULES)]
-    return (len(switched) > 1) | (("schedule" not in stated) & (mesh.pp > 1) & ~np.isin(mesh.schedule, own))
+    both = is_switched(mesh.plan, stated) and all(getattr(mesh.plan, key) for key in SWITCHES)
+    return both | (("schedule" not in stated) & (mesh.pp > 1) & ~np.isin(mesh.schedule, own))
 
 
-def switched(of: plan.Plan, stated: Stated) -> list[str]:
-    """The `SWITCHES` that a plan has on and that are not `stated`, nor DualPipe's own."""
+def is_switched(of: plan.Plan, stated: Stated) -> bool:
+    """Whether a plan has one of the `SWITCHES` on that is not `stated`, nor DualPipe's own."""
     own = {*stated, *["overlap_ep"] * of.is_paired}
-    return [key for key in SWITCHES if key not in own and getattr(of, key)]
+    return any(getattr(of, key) for key in SWITCHES if key not in own)
 
 
 def free_values(
