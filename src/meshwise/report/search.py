@@ -19,7 +19,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.launch.arguments import with_version
 from meshwise.launch.runs import running
-from meshwise.launch.settings import TRAINING, training_on
+from meshwise.launch.settings import TRAINING
 from meshwise.plan.plan import DATA_PARALLEL, plan_text
 from meshwise.report import answer as plot
 from meshwise.report.answer import Page, PageLink, Section, Text
