@@ -49,10 +49,17 @@ def usual_kinds(chip: Chip) -> Values:
 
 
 def untried(mesh: Mesh, chip: Chip, stated: Stated) -> Any:
-    """Where a switch is on beside another, or a pipeline's schedule is none of the chip's own software."""
-    own = [SCHEDULES.index(name) for name in own_kinds(chip).get("schedule", SCHEDULES)]
-    both = is_switched(mesh.plan, stated) and all(getattr(mesh.plan, key) for key in SWITCHES)
-    return both | (("schedule" not in stated) & (mesh.pp > 1) & ~np.isin(mesh.schedule, own))
+    """Where a switch hides less than it says, or a pipeline's schedule is none of the chip's own software.
+
+    Before Blackwell, Megatron wants one hardware queue for exchanges of tp, many for those of experts and for
+    weights that it shards as a whole (arguments.py: CUDA_DEVICE_MAX_CONNECTIONS).
+    """
+    own, of = [SCHEDULES.index(name) for name in own_kinds(chip).get("schedule", SCHEDULES)], mesh.plan
+    many_queues = bool(of.overlap_ep) | (
+        (mesh.zero >= 2) & (mesh.replicas > 1) & (not of.done_by.shards_each_weight)
+    )
+    less = is_switched(of, stated) & of.overlap_tp & many_queues
+    return less | (("schedule" not in stated) & (mesh.pp > 1) & ~np.isin(mesh.schedule, own))
 
 
 def is_switched(of: plan.Plan, stated: Stated) -> bool:
