@@ -178,6 +178,8 @@ def test_a_missing_rank_is_named(tmp_path):
     reasons = [problem.reason for problem in summarize_paths([tmp_path]).problems]
     words = "no trace of rank 2 of 4", "rank 3 is of 5 ranks, others not", "rank 3 has no collective, others"
     assert all(word in reason for word, reason in zip(words, reasons, strict=True))
+    alone = write_trace(tmp_path / "alone.json", [kernel("gemm", 0, 5)], 1, 2)
+    assert "no trace of rank 0 of 2" in summarize_paths([alone]).problems[0].reason
 
 
 def test_parts_of_a_capture_are_one_trace(tmp_path):

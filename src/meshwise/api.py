@@ -1120,7 +1120,8 @@ def collective(
         cluster: As in `estimate`.
         sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; repeat for several [1 KiB to 16 GiB, and those
             measured].
-        ranks: Ranks of the group [the most that the cluster has at this stride, or of those measured].
+        ranks: Ranks of the group [two of send; else the most that the cluster has at this stride, or of those
+            measured].
         stride: Distance between neighbours of the group in ranks.
         collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         data: Measured collectives to show beside (nccl-tests' output, or CSV).

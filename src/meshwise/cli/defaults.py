@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meshwise.cli.command import flags
-from meshwise.core.errors import DataError
+from meshwise.core.errors import DataError, did_you_mean
 from meshwise.core.files import read_catalog
 from meshwise.core.options import Option
 from meshwise.core.refusals import refuse
@@ -44,7 +44,9 @@ def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
     for name, key, value in _stated(content):
         having = [verb for verb in ([name] if name else verbs) if key in verbs.get(verb, ())]
         taking = [verb for verb in having if not found or _is_of_answer(verb, verbs[verb][key], value)]
-        line = {"path": path, "name": name, "key": key, "value": value}
+        near = did_you_mean(key, verbs.get(name, ()), f"see meshwise {name} --help")
+        inner = [verb.replace(" ", ".") for verb in verbs if verb.startswith(f"{name} ")]
+        line = {"path": path, "name": name, "key": key, "value": value, "near": near, "inner": inner}
         line["is_on"] = isinstance(value, bool) and all(verbs[verb][key].kind is not bool for verb in having)
         refuse("defaults", DataError, **line, verbs=verbs, having=having, taking=taking)
         for verb in taking:

@@ -69,7 +69,7 @@ class CollectiveTimes(Shown):
 
 
 def group_size(kind: str, cluster: Cluster, ranks: int | None, stride: int) -> int:
-    """The ranks of a group for a collective; None: as many as the cluster has at this stride.
+    """The ranks of a group for a collective; None: as many as the cluster has at this stride, two of a send.
 
     Raises:
         WorkloadError: an unknown kind, a stride below 1.
@@ -77,8 +77,8 @@ def group_size(kind: str, cluster: Cluster, ranks: int | None, stride: int) -> i
     """
     refuse("collective", WorkloadError, kind=kind, kinds=KINDS, known=", ".join(KINDS), stride=stride)
     most = cluster.num_chips // stride
-    size = most if ranks is None else ranks
-    refuse("group of ranks", ClusterError, size=size, stride=stride, most=most, cluster=cluster)
+    size = (min(most, 2) if kind == "send" else most) if ranks is None else ranks
+    refuse("group of ranks", ClusterError, kind=kind, size=size, stride=stride, most=most, cluster=cluster)
     return size
 
 

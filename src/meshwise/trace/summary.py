@@ -280,7 +280,7 @@ def summarize(traces: Traces) -> Summary:
 def _of_the_job(
     facts: Sequence[RankFacts], found: Sequence[Collective], num_unfit: int
 ) -> Iterator[FileProblem]:
-    """Ranks without a trace, where fewer are missing than there are; what does not look like one job."""
+    """Ranks without a trace, where no more are missing than there are; what does not look like one job."""
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
         yield FileProblem("", reason)
@@ -288,7 +288,7 @@ def _of_the_job(
     here = {one.rank for one in facts}
     usual = sizes.most_common(1)[0][0] if sizes else 0
     world = max(usual, max(here, default=-1) + 1)
-    missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
+    missing = sorted(set(range(world)) - here) if world <= 2 * len(here) else []
     if missing:
         shown = f"{ranks_named(missing)} of {world}"
         yield FileProblem("", f"there is no trace of {shown}; what was done there is not known")
