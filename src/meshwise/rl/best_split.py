@@ -93,18 +93,15 @@ class _Looks:
             untold = {*USUAL, *OFFLOADED[-1]} - {*TRAINED_KEYS[asked.framework.name], *SPACE}
             how |= {"stated": {key: (DEFAULTS[key],) for key in untold} | SPACE, "with_changes": False}
             cluster, plans = replace(asked.cluster, num_chips=gpus), list[Plan]()
-            how["unwanted"] = lambda mesh: [
-                asked.model.num_layers % (mesh.pp * mesh.vpp) != 0,
-                probe.update_samples % mesh.dp != 0,
-            ]
+            layers, samples = asked.model.num_layers, probe.update_samples
+            how["unwanted"] = lambda mesh: [layers % (mesh.pp * mesh.vpp) != 0, samples % mesh.dp != 0]
             try:
                 found = search(asked.model, cluster, to="megatron-lm", top=FAMILIES, **how)
                 plans = [one.plan for one in (*found.best, found.nearest_miss) if one]
                 refuse("training plans of rl", PlanError, plans=plans, found=found)
             except PlanError as error:  # a model or a chip that Megatron-LM does not have
                 if gpus >= max(self.plans, default=0):
-                    why = str(error).partition(";")[0]
-                    self.refused = PlanError(_NONE_RUNS.format(probe.update_samples, why))
+                    self.refused = PlanError(_NONE_RUNS.format(samples, str(error).partition(";")[0]))
             self.plans[gpus] = plans
         return self.plans[gpus]
 
@@ -112,7 +109,7 @@ class _Looks:
     def lengths(self) -> Tokens:
         """Tokens of the samples of a step, drawn once."""
         rollouts = self.asked.rollouts
-        return rollouts.sequences(rollouts.draw(rollouts.prompts, _rng()))
+        return rollouts.sequences(rollouts.draw(rollouts.prompts, np.random.default_rng(0)))
 
     def trains_s(self, job: RlJob) -> float:
         """What the trainer takes, and the switch; infinite where an open plan needs too much memory."""
@@ -131,7 +128,9 @@ class _Looks:
         if pool_key not in self.drains:
             pool = job.pool()
             share = LOOKED_SAMPLES / (job.rollouts.num_groups * job.rollouts.samples)
-            self.drains[pool_key] = drain(pool, job.rollouts, _rng(), share) if pool.worker else None
+            self.drains[pool_key] = (
+                drain(pool, job.rollouts, np.random.default_rng(0), share) if pool.worker else None
+            )
         drained = self.drains[pool_key]
         if drained is None:
             return math.inf
@@ -140,10 +139,6 @@ class _Looks:
             return drained.seconds + others_s
         hides_tail = job.partial and job.staleness > 1
         return max(others_s, (drained.seconds + others_s) / 2.0 if hides_tail else drained.seconds)
-
-
-def _rng() -> np.random.Generator:
-    return np.random.default_rng(0)
 
 
 def _modes(asked: OpenJob) -> list[tuple[str, int | None]]:
