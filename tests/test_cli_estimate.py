@@ -121,14 +121,15 @@ def test_what_to_try_next_is_priced_as_it_is_said(meshwise: Any, job: str, said:
         assert said in line and ("frozen_dtype" in line) == ("lora_rank" in job)
         return
     plan = words[words.index("--plan") + 1] if "--plan" in words else ""
-    changed = re.search(r"next (?:\S+ takes \d+%; )?(\S+) (?:takes|fits)", line)
+    changed = re.search(r"next (?:\S+ takes \d+%; )?([^-]\S+)?(.*?) (?:takes|fits)", line)
     if said == "further away":
         found = re.search(r"--plan (.*?) --microbatch (\d+) fits", line)
         assert found is not None
         changes = ["--plan", found[1].replace(" ", ""), "--microbatch", found[2]]
     else:
         assert changed is not None
-        changes = ["--plan", ",".join(filter(None, (plan, changed[1])))]
+        typed = changed[2].replace("with ", "").split()
+        changes = ["--plan", ",".join(filter(None, (plan, changed[1]))), *typed]
     rest = [word for i, word in enumerate(words) if "--plan" not in (word, words[i - 1])]
     then = meshwise("estimate", *rest, *changes, "--json").document
     assert then["fits"] and (not now["fits"] or then["step_s"] < now["step_s"])

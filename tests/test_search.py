@@ -464,6 +464,8 @@ def test_nothing_fits_is_exit_1(meshwise) -> None:
     assert miss["short_bytes"] == pytest.approx(miss["memory_bytes"] - 0.92 * 16.94e9)
     again = priced_again(meshwise, (*arguments[1:4], "--batch", "8"), miss)
     assert again["memory_bytes"]["total"] == pytest.approx(miss["memory_bytes"], rel=1e-12)
+    small = ("llama3-70b", "--cluster", "a100-40g-sxm:8", "--batch", "8", "--seq", "8192")
+    assert meshwise("search", *small, "--to", "megatron-lm").code == 1  # which has no adam-bf16 to propose
     for words, why in table("tables")["searched"]["no_plan"]:
         done = meshwise("search", *words.split())
         assert done.code == 1 and f"no plan: {why}" in done.out

@@ -1305,14 +1305,14 @@ def _workload(
     batch: int | None, seq: int | None, microbatch: int | None, kind: str, steps: int | None = None,
     guidance: bool = False,
 ) -> Workload:  # fmt: skip
-    from meshwise.plan.workload import Workload
+    from meshwise.plan.workload import Workload, usual_batch
 
     if steps is None:
         steps = 50 if kind == "sampling" else 1
     if batch is None and guidance:  # whose two passes replicas may share
         batch = max(plan.data_parallel(cluster.num_chips) // 2, 1) * (microbatch or 1)
     if batch is None:
-        batch = plan.data_parallel(cluster.num_chips) * (microbatch or 1) * plan.pp
+        batch = usual_batch(plan, cluster.num_chips, microbatch or 1)
     if microbatch is None:  # an engine decodes all its sequences together
         microbatch = max(batch // plan.data_parallel(cluster.num_chips), 1) if kind == "decode" else 1
     return Workload(

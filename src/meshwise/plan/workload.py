@@ -52,6 +52,11 @@ class Workload:
         return self.batch * (1 if self.kind == "decode" else self.seq)
 
 
+def usual_batch(plan: Plan, num_chips: int, microbatch: int = 1) -> int:
+    """Sequences of a step where nobody says how many: for each replica as many microbatches as stages."""
+    return plan.data_parallel(num_chips) * microbatch * plan.pp
+
+
 FORMATS = "dtype", "weight_dtype", "expert_dtype"
 """Plan keys that say in how many bits weights are kept."""
 

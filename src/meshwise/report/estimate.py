@@ -26,7 +26,7 @@ from meshwise.report.answer import COLORS, Bars, Chart, ChartAxis, Page, Section
 from meshwise.report.search import why_none
 from meshwise.report.table import TABLES, WORDS, Facts, Table, pair_row, records_table
 from meshwise.search.basis import hidden_text
-from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans
+from meshwise.search.next_step import NextStep, largest_cost, next_step, other_plans, with_batch
 
 MAX_ACTIONS = 20_000
 """A pipeline that cannot be shown with fewer actions is not drawn."""
@@ -148,8 +148,11 @@ def next_text(estimate: Estimate) -> str:
     cost = f"{name} takes {share:.0%}; " * (share > 5e-3)
     if step is None:
         return f"{cost}no change of one key is faster: meshwise search looks at all plans"
-    less = 1 - step.run.step_s / estimate.step_s
-    return f"{cost}{' and '.join(step.changes)} takes {duration(step.run.step_s)} a step, {less:.1%} less"
+    less, what = (
+        1 - step.run.step_s / estimate.step_s,
+        with_batch(" and ".join(step.changes), step.run, estimate),
+    )
+    return f"{cost}{what} takes {duration(step.run.step_s)} a step, {less:.1%} less"
 
 
 def _fitting_text(estimate: Estimate, step: NextStep | None) -> str:
@@ -161,6 +164,7 @@ def _fitting_text(estimate: Estimate, step: NextStep | None) -> str:
             return f"no plan fits; {'; '.join(why_none(found)[-2:])}"
         run = found.best[0]
         what = f"--plan {plan_text(run.plan)} --microbatch {run.workload.microbatch}"
+    what = with_batch(what, run, estimate)
     return f"{what} fits: {with_prefix(run.memory_bytes['total'], 'B')}, {duration(run.step_s)} a step"
 
 

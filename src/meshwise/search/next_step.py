@@ -15,6 +15,7 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import training_on
 from meshwise.plan.plan import DEFAULTS, PLAN_LISTS, RECOMPUTE, Plan
+from meshwise.plan.workload import usual_batch
 from meshwise.search.search import MEMORY_FRAC, Result, search
 from meshwise.search.space import usual_kinds
 
@@ -62,6 +63,12 @@ def next_step(found: Estimate) -> NextStep | None:
     return min(fitting, key=lambda one: one.run.step_s, default=None)
 
 
+def with_batch(text: str, run: Estimate, asked: Estimate) -> str:
+    """`text`, which leads from what was `asked` to `run`, with the batch where the usual one would move."""
+    was, now = (usual_batch(one.plan, one.cluster.num_chips, one.workload.microbatch) for one in (asked, run))
+    return text + f" with --batch {run.workload.batch}" * (asked.workload.batch == was != now)
+
+
 def _has_room(run: Estimate) -> bool:
     """Whether a plan leaves free what a search does: the rest is for what the estimate does not know."""
     return run.memory_bytes["total"] <= MEMORY_FRAC * run.cluster.chip.memory_bytes
@@ -93,7 +100,7 @@ def _neighbours(found: Estimate) -> Iterator[tuple[str, Estimate]]:
             run = found.changed(**{key: value}, **{name: DEFAULTS[name] for name in bound})
             is_one = run.plan.is_paired == found.plan.is_paired  # DualPipe with experts is several changes
             if is_one and (not able or np.all(runs(able, run.model, run.mesh))):
-                yield f"{key}={text}", run
+                yield f"--microbatch {text}" if key == "microbatch" else f"{key}={text}", run
 
 
 def _changes(found: Estimate) -> Iterator[tuple[str, Any]]:

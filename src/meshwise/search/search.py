@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -417,11 +418,12 @@ class _Space:
         """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips."""
         fixed = [key for key, kept in self.stated.items() if ANY not in kept]
         tried = {key: {one: of for one, of in self.stated.items() if one != key} for key in fixed}
-        others = *[_FSDP2] * (not self.to), _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL
+        others = _FSDP2, _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL
         tried |= {key: {**self.stated, **one} for key, one in others if self.stated.keys().isdisjoint(one)}
         for key, stated in tried.items():
-            if found := replace(self, stated=stated).price().first:
-                yield Change(found, self.cluster.num_chips, self.estimate(found).host_bytes(), key)
+            with suppress(PlanError):  # the framework does not have it
+                if found := replace(self, stated=stated).price().first:
+                    yield Change(found, self.cluster.num_chips, self.estimate(found).host_bytes(), key)
         yield from self._more_chips()
 
     def _more_chips(self) -> Iterator[Change]:
