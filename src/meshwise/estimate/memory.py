@@ -12,8 +12,8 @@ recomputation keeps only each block's input, and at the peak one block whole whi
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from meshwise.core.files import read_catalog
@@ -33,10 +33,24 @@ from meshwise.program.implementation import shards_each_weight
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, is_wide, working_bytes
 
-OPTIMIZERS: dict[str, Any] = read_catalog("optimizers.toml")
-"""Bytes per parameter that each optimizer keeps beside weight and gradient (8-bit Adam: `Implementation`)."""
 MAX_GATHERED_BLOCKS = 2.0
 """Blocks that ZeRO-3 holds whole at once: the one that computes and the one prefetched."""
+
+
+class Optimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes that an optimizer keeps for each parameter beside weight and gradient (catalog).
+
+    All of its states (of 8-bit Adam: `Implementation`); of these a second moment, and what matrices lack that
+    it updates its own way. `has_master`: one is an fp32 copy of weights which are not fp32 themselves.
+    """
+
+    state_bytes: float = 0.0
+    moment_bytes: float = 0.0
+    spared_bytes: float = 0.0
+    has_master: bool = False
+
+
+OPTIMIZERS = msgspec.convert(read_catalog("optimizers.toml"), dict[str, Optimizer])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,29 +155,30 @@ def state_bytes(of: PricedModel, held: tuple[Held, Held], share: Num) -> tuple[N
     kept = {name: shard(name, STAGES.weights) for name in ("params", "quantized", "in_matrices")}
     weights = Held(**kept).bytes(mesh)
     copies = where(mesh.zero >= 3, overheads.sharded_copies, 1.0) * overheads.weight_copies
-    if mesh.trains and mesh.plan.optimizer in OPTIMIZERS["have_masters"] and anywhere(copies < 1.0):
+    if mesh.trains and OPTIMIZERS[mesh.plan.optimizer].has_master and anywhere(copies < 1.0):
         gathered = at_stage(STAGES.states, mesh.zero) > at_stage(STAGES.weights, mesh.zero)
         own = where(gathered, shard("trained", STAGES.states), shard("trained", STAGES.weights))
         weights = weights - weight_bytes(mesh) * own * (1.0 - copies)
     if not mesh.trains:
         return weights, 0.0, 0.0
     sums = per_grad * shard("trained", STAGES.sums) * (not mesh.plan.optimizer_in_bwd)
-    spared_bytes = OPTIMIZERS["spared_bytes"].get(mesh.plan.optimizer, 0.0)
-    states = per_state * shard("trained", STAGES.states) - spared_bytes * shard("in_matrices", STAGES.states)
+    spared = OPTIMIZERS[mesh.plan.optimizer].spared_bytes * shard("in_matrices", STAGES.states)
+    states = per_state * shard("trained", STAGES.states) - spared
     return weights, sums * (1.0 - sums_on_host(mesh)), states
 
 
 def _optimizer_turn_bytes(of: PricedModel, optimizer: Num) -> Num:
     """What Adam makes of all its second moments at once, as large as these; `optimizer`: bytes of states."""
-    copies = of.machine.overheads.moment_copies * OPTIMIZERS["moment_bytes"].get(of.mesh.plan.optimizer, 0.0)
+    copies = of.machine.overheads.moment_copies * OPTIMIZERS[of.mesh.plan.optimizer].moment_bytes
     return copies / (_optimizer_param_bytes(of.mesh) or 1.0) * optimizer  # which may keep nothing
 
 
 def _optimizer_param_bytes(mesh: Mesh) -> float:
     """Bytes of the optimizer's states for each parameter that trains."""
-    each = OPTIMIZERS["state_bytes"] | {"adam-8bit": mesh.plan.done_by.adam_8bit_bytes}
-    is_own_master = weight_bytes(mesh) >= 4.0 and mesh.plan.optimizer in OPTIMIZERS["have_masters"]
-    return each[mesh.plan.optimizer] - 4.0 * is_own_master
+    if mesh.plan.optimizer == "adam-8bit":
+        return mesh.plan.done_by.adam_8bit_bytes
+    of = OPTIMIZERS[mesh.plan.optimizer]
+    return of.state_bytes - 4.0 * (of.has_master and weight_bytes(mesh) >= 4.0)
 
 
 def checkpoint_param_bytes(of: PricedModel) -> float:

@@ -103,7 +103,7 @@ class TokenBudget:
         in_matrices = _num_in_matrices(estimate.model, estimate.plan)
         trained = in_matrices if estimate.plan.lora_rank else num_params(estimate.model)
         num_bytes = checkpoint_param_bytes(estimate.step.of) * trained
-        num_bytes -= OPTIMIZERS["spared_bytes"].get(estimate.plan.optimizer, 0.0) * in_matrices
+        num_bytes -= OPTIMIZERS[estimate.plan.optimizer].spared_bytes * in_matrices
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(num_bytes, num_chips)
         goodput = float(failures.goodput(num_bytes, num_chips))
