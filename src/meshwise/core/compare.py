@@ -9,11 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.core.ledger import LEDGER, Ledger
+from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 
 KEY = ("module", "op", "phase", "shape", "dtype", "collective", "axis", "group_size")
-COUNTED: tuple[str, ...] = tuple(LEDGER["counted"])
+COUNTED = (
+    *("count", "flop", "read_bytes", "write_bytes", "saved_bytes", "weight_bytes"),
+    *("payload_bytes", "sent_bytes", "live_bytes", "peak_bytes"),
+)
 TIME = "time_s"
 
 ALIVE = ("live_bytes", "peak_bytes")

@@ -22,16 +22,21 @@ from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError
 from meshwise.core.extras import import_extra
-from meshwise.core.files import csv_text, read_catalog, write_text
+from meshwise.core.files import csv_text, write_text
 from meshwise.core.notebook import Printed
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
-LEDGER: dict[str, Any] = read_catalog("ledger.toml")
-"""The columns, and names that stand in them."""
-TEXT_COLUMNS, COLUMNS = tuple(LEDGER["text"]), tuple(LEDGER["columns"])
+TEXT_COLUMNS = ("origin", "module", "op", "phase", "shape", "dtype", "collective", "axis")
+COLUMNS = (
+    *("origin", "rank", "module", "op", "phase", "count", "shape", "dtype"),
+    *("flop", "read_bytes", "write_bytes", "saved_bytes", "weight_bytes"),
+    *("collective", "axis", "group_size", "payload_bytes", "sent_bytes"),
+    *("compute_s", "memory_s", "comm_s", "exposed_s", "time_s", "start_s"),
+    *("live_bytes", "peak_bytes"),
+)
 PHASES = ("forward", "backward", "recompute", "optimizer", "step", "peak")
 Collective = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "send",

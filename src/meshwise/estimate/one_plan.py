@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.expressions import value_of
-from meshwise.core.ledger import LEDGER, Ledger
+from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse, told
 from meshwise.core.units import with_prefix
@@ -47,7 +47,10 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
 
-TIME_PARTS: list[str] = LEDGER["time_parts"]
+TIME_PARTS = (
+    *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep", "comm_dp", "comm_pp"),
+    *("offload", "bubble", "optimizer", "stragglers"),
+)
 WORKING_PARTS = ("compute", "memory", "optimizer")
 """Parts of a step in which a chip does not wait."""
 MEMORY_PARTS = tuple(field.name for field in fields(Memory))

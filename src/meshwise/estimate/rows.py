@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec import structs
 
-from meshwise.core.ledger import LEDGER
 from meshwise.core.numbers import added
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
@@ -30,7 +29,14 @@ from meshwise.program.walk import with_saved_bytes
 
 Row = dict[str, Any]
 
-SPENT: dict[str, str] = LEDGER["spent"]
+SPENT = {
+    "host": "host",
+    "next_microbatch": "host",
+    "add_gradients": "memory",
+    "offload": "offload",
+    "bubble": "bubble",
+    "stragglers": "stragglers",
+}
 """What the time of a row that is no op of the layout is spent on, by its name; see `spent_on`."""
 
 

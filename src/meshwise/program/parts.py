@@ -4,7 +4,6 @@ Each part is a list of ops, forward and backward, for one microbatch. How often 
 pipeline stage's affair (`meshwise.estimate.stage`).
 """
 
-from meshwise.core.ledger import LEDGER
 from meshwise.core.numbers import larger
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.machine.overheads import SOFTWARE
@@ -20,7 +19,14 @@ from meshwise.program.serving import as_kept, serving_block, serving_embed, serv
 from meshwise.program.vocabulary import embed, head
 
 EMBEDDING, HEAD = "embedding", "head"
-MIXERS: dict[str, str] = LEDGER["mixers"]
+MIXERS = {
+    "attention": "",
+    "alone": "attention_",
+    "recurrence": "recurrent_",
+    "beside": "attention_and_recurrent_",
+    "cross": "cross_attention_",
+    "none": "mlp_",
+}
 """How the name of a block begins, by what it has in place of attention; `alone`: attention without an MLP."""
 FP8_TILE = 128
 """Elements of a token in fp8 that share an fp32 scale (DeepSeek-V3, arXiv 2412.19437)."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
-from meshwise.core.ledger import LEDGER, Ledger
+from meshwise.core.ledger import Ledger
 from meshwise.core.units import Num
 from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
 from meshwise.machine.hardware import Chip
@@ -28,7 +28,10 @@ VERDICT = ("memory_bytes", "reserved_bytes", "fits", "out_of_memory")
 (None of no chip), and the request that failed first (`CachingAllocator`)."""
 
 _PLACE = ("phase", "module", "op")
-_MERGED_BY: list[str] = LEDGER["merged_by"]
+_MERGED_BY = (
+    *("module", "op", "phase", "shape", "dtype", "flop", "read_bytes", "write_bytes", "saved_bytes"),
+    *("weight_bytes", "collective", "axis", "group_size", "payload_bytes", "sent_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.files import read_catalog
-from meshwise.core.ledger import LEDGER
 from meshwise.core.refusals import refuse, told
 from meshwise.core.units import WEIGHT_BITS, Num, duration
 from meshwise.cost.routing import Shares
@@ -58,7 +57,10 @@ MANY_TOKENS = 32768.0
 """Tokens of a pass that give every expert work enough to hide that its weights are read."""
 
 PLAN_KEYS = PLAN_LISTS["served"]
-PARTS: list[str] = LEDGER["serving_parts"]
+PARTS = (
+    *("draft", "attention", "projections", "recurrence", "mlp", "experts"),
+    *("comm_tp", "comm_cp", "comm_ep", "comm_pp", "ends", "engine"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
