@@ -377,6 +377,41 @@ def test_a_file_that_is_no_job_is_refused(tmp_path: Path, text: str, sentence: s
         mw.read_job(tmp_path / "job")
 
 
+def test_a_value_of_two_settings_is_read_from_those_stated(tmp_path: Path) -> None:
+    script = "torchrun --nproc-per-node 8 x.py --deepspeed d.json --bf16 --per_device_train_batch_size 2"
+    (tmp_path / "job.sh").write_text(script)
+    for size in ('"auto"', "2", "4"):
+        sizes = f'"train_micro_batch_size_per_gpu": {size}, "gradient_accumulation_steps": 8'
+        text = f'{{"zero_optimization": {{"stage": 3}}, {sizes}, "fp16": {{"enabled": "auto"}}}}'
+        (tmp_path / "d.json").write_text(text)
+        if size == "4":
+            with pytest.raises(mw.MeshwiseError, match="is 4 and --per_device_train_batch_size 2"):
+                mw.read_job(tmp_path / "job.sh")
+            continue
+        job = mw.read_job(tmp_path / "job.sh")
+        assert (job.batch, job.microbatch, job.plan.dtype, job.plan.zero, job.unread) == (
+            128,
+            2,
+            "bf16",
+            3,
+            (),
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "zero", "group"),
+    [("FULL_SHARD", 3, None), ("SHARD_GRAD_OP", 2, None), ("HYBRID_SHARD", 3, 8), ("NO_SHARD", 0, None)],
+)
+def test_strategies_of_fsdp1_are_read(tmp_path: Path, strategy: str, zero: int, group: int | None) -> None:
+    lines = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
+    (tmp_path / "a.yaml").write_text(f"{lines}mixed_precision: bf16\nnum_machines: 2\nnum_processes: 16\n")
+    sizes = "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --bf16 --gradient_checkpointing"
+    (tmp_path / "job.sh").write_text(f"accelerate launch --config_file a.yaml x.py {sizes}")
+    job = mw.read_job(tmp_path / "job.sh")
+    assert (job.batch, job.plan.zero, job.plan.zero_group, job.plan.recompute) == (128, zero, group, "full")
+    assert (job.plan.dtype, job.unread) == ("bf16", ())
+
+
 def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
     """Arguments are those of the list; peft says the plan whole, and what Unsloth does otherwise is told."""
     plan = "lora_rank=16,frozen_dtype=int4,optimizer=adam-fp32,recompute=full,implementation=huggingface"

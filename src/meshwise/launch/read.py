@@ -96,7 +96,10 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     if model is not None:
         facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
     facts = recover(dict.fromkeys(("cp", "pp"), 1) | facts)
-    names = _unread_names(framework, stated, facts, is_config=is_config)
+    names = [*_unread_names(framework, stated, facts, is_config=is_config)]
+    for name in filter(launch_tables().decisive.__contains__, names):
+        why = "is not read here, and batch, dtype or zero depend on it; state these without the file"
+        raise DataError(f"{path}: {name} {stated[name]} {why}")
     unread += [f"{name} {stated[name]}: no key of a plan says this" for name in names]
     of_recipe = framework == "megatron-bridge" and not is_config
     unread += told("read job", layout=layout, of_recipe=of_recipe, facts=facts)
@@ -237,7 +240,9 @@ def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
     stated = parse_text(text, str(path), "JSON", lambda text: flat(json.loads(text)))
     if not any(name.startswith(("zero_optimization", "train_")) for name in stated):
         raise DataError(f"{path} is no DeepSpeed configuration: it has no zero_optimization and no batch")
-    return "deepspeed", {name: value for name, value in stated.items() if value != "auto"}, None
+    said_twice = launch_tables().instead["deepspeed"]
+    found = {name: value for name, value in stated.items() if value != "auto" or name in said_twice}
+    return "deepspeed", found, None
 
 
 def _bridge(stated: Settings) -> Settings:

@@ -1,7 +1,9 @@
 """Facts to the arguments of a framework and back, by the framework's table."""
 
+from functools import partial
 from typing import Any
 
+from meshwise.core.errors import DataError
 from meshwise.core.expressions import value_of
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.facts import READING, Facts
@@ -69,13 +71,28 @@ def restated(framework: str, stated: Settings) -> Settings:
     def of(name: str) -> Any:
         return read_value(framework, name, found[name]) if name in found else None
 
+    names = {"of": of, "agreed": partial(_agreed, framework, stated), "stated": stated} | READING
     for name, text in launch_tables().instead.get(framework.partition("-")[0], {}).items():
-        value = value_of(text, {"of": of} | READING)
-        if value is False:
+        value = value_of(text, names)
+        if name.startswith("_"):  # a step on the way
+            names[name] = value
+        elif value is False:
             found.pop(name, None)
         elif value is not None:
             found[name] = value
     return found
+
+
+def _agreed(framework: str, stated: Settings, name: str, argument: str) -> Any:
+    """The value that a file and an argument of the Trainer's say, or either; DataError if they differ."""
+    if stated.get(name) == "auto":
+        if not any(one.startswith("--") for one in stated):
+            raise DataError(f"{framework}: {name} is auto, which {argument} says; name its script")
+        return _held(framework, stated, argument)
+    values = [read_value(framework, one, stated[one]) for one in (name, argument) if one in stated]
+    if len(set(values)) > 1:
+        raise DataError(f"{framework}: {name} is {values[0]} and {argument} {values[1]}; write one of them")
+    return values[0] if values else None
 
 
 def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:

@@ -46,6 +46,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
     facts: dict[str, dict[str, Any]]
     constants: dict[str, dict[str, Any]]
     outside: dict[str, dict[str, str]]
+    decisive: tuple[str, ...]
     neutral: list[str]
     said: tuple[str, ...]
     counts: tuple[str, ...]
