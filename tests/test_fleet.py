@@ -251,6 +251,13 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     assert (model["keda"]["minReplicaCount"], model["keda"]["maxReplicaCount"]) == (2, 5)
     trigger = model["keda"]["triggers"][0]["metadata"]
     assert float(trigger["threshold"]) == pytest.approx(document["autoscale"]["requests_per_s"], rel=1e-3)
+    counted = f'{{model_name="{document["model"]}"}}[120s])) or vector(0)'
+    assert counted in trigger["query"] and trigger["query"].endswith("/ 30")
+    assert "{'stabilizationWindowSeconds': 300}" in str(model["keda"]["advanced"])
+    other = meshwise(*words, "--engine", "sglang", "--to", "kubernetes", "--json").document["deployment"]
+    assert "ScaledObject" not in str(other["files"]) and "of vLLM alone" in str(other["not_expressed"])
+    long = meshwise(*words[:-1], f"{words[-1]},hold_s=3601", "--to", "vllm-stack")
+    assert long.code == 2 and "more than the 3600 s" in long.err
     arguments = model["vllmConfig"]["extraArgs"]
     assert arguments[arguments.index("--max-num-seqs") + 1] == "1024"
     assert values["routerSpec"]["routingLogic"] == "session"

@@ -102,7 +102,7 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     values = _values(load, names, to, lost)
     trees = _filled(_CATALOG[target], values)
     if target == "kubernetes":
-        parts = {"keda": fleet.scaling, "file_map": values["files"]}
+        parts = {"keda": values.get("keda"), "file_map": values["files"]}
         trees += [_filled(_CATALOG[part], values) for part, is_there in parts.items() if is_there]
     file = "fleet.yaml" if "fleet.yaml" in to.apply else "values.yaml"
     files = {file: "---\n".join(map(yaml_text, trees))}
@@ -131,7 +131,7 @@ def _values(load: LoadResult, names: Tree, to: FleetTarget, lost: list[str]) -> 
     policy = to.policies.get(fleet.router.policy)
     names = {**names, "policy_of": policy, "max": max, "round": round, "str": str}
     values = {name: names[name] for name in ("name", "model")} | formulas(_CATALOG["values"], names)
-    if scaling is not None:
+    if scaling is not None and names["engine"] == "vllm":
         values |= formulas(_CATALOG["scaling_values"], names | {"of": scaling, "query_of": _CATALOG["query"]})
         scaled = _filled(_CATALOG["scaled"], values)
         values["keda"] = {"enabled": True} | scaled
