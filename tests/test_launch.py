@@ -398,6 +398,27 @@ def test_a_value_of_two_settings_is_read_from_those_stated(tmp_path: Path) -> No
         )
 
 
+def test_deepspeed_under_accelerate_and_variables_of_slurm_are_read(tmp_path: Path) -> None:
+    lines = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    (tmp_path / "a.yaml").write_text(lines)
+    script = """#SBATCH -N 2
+#SBATCH --gres=gpu:h100:8
+export LAUNCHER="accelerate launch --config_file a.yaml \\
+  --num_processes $((SLURM_NNODES * SLURM_GPUS_ON_NODE)) --num_machines $SLURM_NNODES \\
+  "
+export ARGS=" \\
+  --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --bf16
+"
+srun $LAUNCHER x.py $ARGS
+"""
+    (tmp_path / "job.sh").write_text(script)
+    job = mw.read_job(tmp_path / "job.sh")
+    assert (job.framework, job.batch, job.plan.zero, job.plan.dtype) == ("deepspeed", 128, 3, "bf16")
+    (tmp_path / "job.sh").write_text(script.replace("-N 2", ""))
+    with pytest.raises(mw.MeshwiseError, match="of num_processes is not in the file; write it out"):
+        mw.read_job(tmp_path / "job.sh")
+
+
 @pytest.mark.parametrize(
     ("strategy", "zero", "group"),
     [("FULL_SHARD", 3, None), ("SHARD_GRAD_OP", 2, None), ("HYBRID_SHARD", 3, 8), ("NO_SHARD", 0, None)],

@@ -185,7 +185,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if text.lstrip().startswith("{"):
         return _parse_deepspeed(text, path)
     if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):
-        return "accelerate", _parse_yaml(text, path), None
+        return _accelerate(_parse_yaml(text, path), path)
     if _YAML_OF_MEGATRON.search(text):
         stated = megatron_settings(_parse_yaml(text, path))
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
@@ -198,7 +198,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         return "deepspeed", stated | _arguments("deepspeed", words, path), _gpus(words)
     if "--config_file" in words[:-1]:
         stated = _parse_yaml(*_beside(words, "--config_file", path))
-        return "accelerate", stated | _arguments("accelerate", words, path), None
+        return _accelerate(stated | _arguments("accelerate", words, path), path)
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _arguments("torchtitan", words, path), _gpus(words)
     if any(word.startswith(("model.tensor_", "train.global_", "train.micro_")) for word in words):
@@ -245,6 +245,17 @@ def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
     return "deepspeed", found, None
 
 
+def _accelerate(stated: Settings, path: Path) -> tuple[str, Settings, int | None]:
+    """Settings of Accelerate, or of DeepSpeed where that is what it starts, and then the number of GPUs."""
+    if stated.get("distributed_type") != "DEEPSPEED":
+        return "accelerate", stated, None
+    names, option = launch_tables().accelerate_deepspeed, "deepspeed_config.deepspeed_config_file"
+    found = {names.get(name, name): value for name, value in stated.items()}
+    if option in stated:
+        found |= _parse_deepspeed(*_beside([option, stated[option]], option, path))[1]
+    return "deepspeed", found, whole(str(stated.get("num_processes")))
+
+
 def _bridge(stated: Settings) -> Settings:
     """Settings of Megatron-Bridge, with the precision by its name where only `model.bf16` says it."""
     found = dict(stated)
@@ -275,6 +286,9 @@ def shell_words(text: str, path: Path) -> list[str]:
     text = re.sub(r"\$\(\(((?:[^()]|\([^()]*\))+)\)\)", _one_word, text.replace("\\\n", " "))
     tokens = _split(text, path)
     known: dict[str, str] = {}
+    for name, option in launch_tables().slurm.items():
+        counts = re.findall(rf"^#SBATCH\s(?:.*\s)?{option}[ =]*(\d+)", text, re.MULTILINE)
+        known.update((name, count) for count in counts)
     words: list[str] = []
     array = content = ""
     for token in tokens:
@@ -292,10 +306,9 @@ def shell_words(text: str, path: Path) -> list[str]:
             if closes:
                 known[array], array = content, ""
         elif not start:
-            for part in _expand(token, known).split("\n"):  # a variable, or `bash -c '...'`
-                is_several = (
-                    " --" in part or part.startswith("--") or _SEVERAL.match(part) or _ARRAY.fullmatch(token)
-                )
+            parts = _expand(token, known).split("\n")  # a variable, or `bash -c '...'`
+            for part in (one for one in parts if one.strip() or one == token):
+                is_several = " --" in f" {part}" or _SEVERAL.match(part) or _ARRAY.fullmatch(token)
                 words += _split(part, path) if is_several else [part]
     if not any(word.startswith("--") or "=" in word for word in words):  # a file of variables only
         words = " ".join(known.values()).split()
@@ -384,7 +397,7 @@ def _arguments(framework: str, words: list[str], path: Path) -> Settings:
             if kind not in ("flag", "bool", ""):
                 raise DataError(f"{path}: {name} has no value")
             found[name] = True
-        elif "$" in values[0] and name == option and kind and name not in launch_tables().neutral:
+        elif "$" in values[0] and kind and name not in launch_tables().neutral:
             raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
         else:
             found[name] = values if kind.startswith("list") else values[0]

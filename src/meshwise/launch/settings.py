@@ -102,20 +102,13 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
     beside = ("$", "--") if framework in OF_TRAINER else ("$",)
     for fact, setting in table_of(framework).items():
         for value, option in sorted(setting.items(), key=_rank):
-            wants = {
-                name: want
-                for name, want in option.settings.items()
-                if not name.startswith(beside) or name in stated
-            }
-            held = {name: _held(framework, stated, name) for name in wants}
-            if (option.settings and not wants) or not all(
-                held[name] is not None if want is VALUE else held[name] == want
-                for name, want in wants.items()
-            ):
+            names = [one for one in option.settings if one in stated or not one.startswith(beside)]
+            pairs = [(option.settings[one], _held(framework, stated, one)) for one in names]
+            is_said = all(held is not None if want is VALUE else held == want for want, held in pairs)
+            if not is_said or (option.settings and not pairs):
                 continue
-            said = next((held[name] for name, want in wants.items() if want is VALUE), None)
+            said = value if value is not ANY else next((held for want, held in pairs if want is VALUE), None)
             if value is not ANY or said is not None:
-                said = value if value is not ANY else said
                 facts[fact] = tuple(said) if isinstance(said, list) else said
                 if option.differs:
                     near.append(f"{fact}={said}: {framework} differs, {option.differs}")

@@ -36,6 +36,8 @@ class LaunchTables(msgspec.Struct, frozen=True):
     """The file: see its own head for what the sections hold."""
 
     covers: dict[str, tuple[str, ...]]
+    accelerate_deepspeed: dict[str, str]
+    slurm: dict[str, str]
     instead: dict[str, dict[str, str]]
     derived: dict[str, str]
     grid: dict[str, str]
