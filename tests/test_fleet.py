@@ -266,6 +266,10 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     assert again.document["ttft_s"]["p50"] == pytest.approx(document["ttft_s"]["p50"], rel=1e-3)
     assert again.document["prompt_tokens_found_frac"] == pytest.approx(document["prompt_tokens_found_frac"])
 
+    few = "serve llama3-8b --cluster h100-80g-sxm:8 --rate 9 --ttft-ms 500 --token-ms 30 --num-requests 300"
+    sized = meshwise(*few.split(), "--to", "kubernetes", "--json").document["deployment"]
+    assert "pools: kubernetes has one" in str(sized["not_expressed"])
+
     pools = ("--prefill-plan", "tp=1", "--prefill-workers", "2", "--router", "prefix", "--rate", "5",
              "--num-requests", "50", "--length-ratio", "0.5", "--ttft-ms", "90",
              "--engine", "vllm,max_sequences=64,prompt_tokens=4096")  # fmt: skip

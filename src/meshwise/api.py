@@ -486,6 +486,7 @@ def serve(
     from meshwise.serve.encoding import encoder_pool
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.instances import Instances, StatedPlan
+    from meshwise.serve.kubernetes import pools_under
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.prefix_cache import parse_offload
     from meshwise.serve.requests import Turns, read_rates, read_requests
@@ -532,8 +533,8 @@ def serve(
         asked_of_one = instances.is_uneven or speculate or {"cp", "pp"} & set(keys)
         refuse("serve layouts", WorkloadError, laid_out=is_laid_out, autoscale=autoscale, one=asked_of_one)
         wanted = Wanted(
-            engine=instances.engine, requests=load, limits=limits, router=policy, offload=tiers, pools=pools,
-            usd_per_gpu_hour=usd,
+            engine=instances.engine, requests=load, limits=limits, router=policy, offload=tiers,
+            pools=pools or pools_under(to), usd_per_gpu_hour=usd,
         )  # fmt: skip
         clusters = [_cluster(name, collectives) for name in names]
         found = fewest(instances, clusters, keys, wanted, sequences, has_details=pareto)

@@ -81,6 +81,11 @@ ROUND_TOKENS = 1024
 """The longest request that an engine takes is rounded up to a multiple of it."""
 
 
+def pools_under(target: str) -> str:
+    """The pools that `target` runs, as `size.Wanted` takes them: "one", or "" for one or two."""
+    return "one" if target in TARGETS and not TARGETS[target].has_pools else ""
+
+
 def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> Deployment:
     """What runs the fleet of `answer` under `target`; `asked` are the options that describe its load."""
     if target not in TARGETS:
@@ -96,8 +101,9 @@ def deployment(answer: ServingAnswer, target: str, asked: Mapping[str, Any]) -> 
     names["image_of"] = chip.generation if chip.vendor == "amd" else chip.vendor
     names["version"] = with_version(names["server"].framework).split()[-1]
     names |= formulas(_CATALOG["guesses"], names)
+    names |= {"is_sized": answer.sizing is not None, "target": target}
     by = {"vendors": " and ".join(to.vendors), "engines": " or ".join(to.engines)}
-    refuse("fleet", WorkloadError, target=target, **by, **names)
+    refuse("fleet", WorkloadError, **by, **names)
     lost = told("not expressed of a fleet", router=fleet.router, **names) + _unsaid(engine, names)
     values = _values(load, names, to, lost)
     trees = _filled(_CATALOG[target], values)

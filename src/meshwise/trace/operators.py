@@ -26,6 +26,7 @@ from meshwise.core.columns import by_key
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.nesting import HOST_KINDS, added_at, around, enclosing, inclusive, launchers, parents
+from meshwise.trace.steps import PROFILER_STEP
 
 _HAS_WAITING = ("communication", "wait")
 
@@ -143,7 +144,10 @@ class AcrossRanks:
 
 
 def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Section]:
-    """The sections of one rank, longest first; `wait_ns` is the waiting inside an event, by its number."""
+    """The sections of one rank, longest first; `wait_ns` is the waiting inside an event, by its number.
+
+    The profiler's marks of steps are none.
+    """
     kind = work(trace).kind
     waits = np.zeros(len(trace), dtype=np.int64)
     for event, wait in (wait_ns or {}).items():
@@ -152,6 +156,7 @@ def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Sec
     compute, communication, memory = (_inside(trace, kind == one) for one in kinds)
     waiting = inclusive(added_at(launchers(trace), waits, len(trace)), parents(trace))
     events = trace.where(Kind.ANNOTATION)
+    events = events[trace.named(lambda name: not name.startswith(PROFILER_STEP))[events]]
     columns = (trace.duration_ns, compute, communication, waiting, memory)
     rows = []
     for label in np.unique(trace.label[events]).tolist():
