@@ -121,9 +121,14 @@ def advance_all(
         del logprobs
         if origin is not None:
             cache.reorder(origin)
-        open_prompts = all_sum((~search.done).sum(), dp)
-        if not is_fake and int(open_prompts) == 0:  # fake tensors do not say, and there always is one
+        if _all_done(search.done, dp, is_fake):
             return
+
+
+def _all_done(done: Tensor, dp: MeshAxis, is_fake: bool) -> bool:
+    """Whether no rank of `dp` has a prompt left; fake tensors do not say, and there always is one."""
+    open_prompts = all_sum((~done).sum(), dp)
+    return not is_fake and int(open_prompts) == 0
 
 
 def next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | None) -> Tensor:
