@@ -28,6 +28,7 @@ from meshwise.serve.load import Fleet, LoadResult, cost, energy, has_room, pools
 from meshwise.serve.pass_times import first_token_s, launches_s, rows, sequences_within
 from meshwise.serve.requests import SEED, Requests
 from meshwise.serve.router import ROUND_ROBIN
+from meshwise.serve.screen import formats_of
 from meshwise.serve.serving import Serving
 from meshwise.serve.simulate import NO_LIMITS, Autoscaling, LatencyLimits, Served, simulate
 from meshwise.serve.size import Sizing, Wanted, size
@@ -235,7 +236,7 @@ def fewest(
     if choice:
         serving, load, shown = choice.fleet.serving, choice.load, _counts(choice.fleet.serving, sequences)
     else:
-        kept = {key: values[0] for key, values in formats.items() if key not in ("tp", "dp", "ep", "etp")}
+        kept = {key: values[0] for key, values in formats_of(formats).items()}
         serving, load, shown = instances.cut(replace(clusters[0], num_chips=1), Plan(**kept)), None, ()
     return ServingAnswer(
         serving, shown, wanted.limits.token_s, load, sizing, usd,

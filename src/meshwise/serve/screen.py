@@ -102,7 +102,7 @@ def screen(
 
     `missing_frac`: the share of the prompts' tokens that no cache holds.
     """
-    formats = {key: values for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
+    formats = formats_of(fixed)
     screens = []
     for values in product(*formats.values()):
         base = instance(replace(cluster, num_chips=1), Plan(**dict(zip(formats, values, strict=True))))
@@ -114,6 +114,11 @@ def screen(
     columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s", "token_s")
     joined = {name: np.concatenate([getattr(one, name) for one in screens]) for name in columns}
     return Screen(instances=tuple(one for group in screens for one in group.instances), **joined)
+
+
+def formats_of(stated: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """The `stated` values of plan keys that are no degrees of a layout."""
+    return {key: values for key, values in stated.items() if key not in ("tp", "dp", "ep", "etp")}
 
 
 def _layouts(model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:
