@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 import meshwise as mw
 from data_tables import csv_rows, table
-from meshwise.core.errors import DataError
+from meshwise.core.errors import DataError, WorkloadError
 from meshwise.launch.arguments import framework_arguments, with_version
 from meshwise.serve import requests as arrivals
 from meshwise.serve.engine import SETTINGS
@@ -288,12 +288,37 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     found = meshwise(*BASE, *pools, "--to", "llm-d", "--json").document["deployment"]
     values = yaml.safe_load(found["files"]["values.yaml"])
     assert [values[pool]["replicas"] for pool in ("prefill", "decode")] == [2, 1]
-    assert values["decode"]["parallelism"] == {"tensor": 1, "data": 1}
+    assert values["decode"]["parallelism"] == {"tensor": 1, "data": 1, "dataLocal": 1, "workers": 1}
     (container,) = values["prefill"]["containers"]
     assert "--kv-transfer-config" in container["args"] and "--tensor-parallel-size" not in container["args"]
     shared = "serve gpt-oss-120b --cluster b200-sxm:4 --plan dp=4,ep=4 --engine sglang,max_tokens=9000"
     flags = meshwise(*shared.split(), "--concurrency", "4", "--num-requests", "8", "--to", "kubernetes").out
     assert "--chunked-prefill-size\n        - '36000'" in flags  # of all dp ranks together
+
+
+def test_an_instance_on_several_nodes_is_a_group_of_pods_of_which_one_answers() -> None:
+    """Its command is that of a Slurm job on as many nodes; what an operator says by itself is not in it."""
+    words = {"model": "deepseek-v3", "cluster": "h100-80g-sxm:16", "num_requests": 20}
+    job = mw.launch("deepseek-v3", cluster=words["cluster"], plan="tp=16", batch=1, seq=512, to="vllm")
+    _, _, across = job.command.removesuffix(' "$@"').partition("--nnodes")
+    across = across.replace("SLURM_NODEID", "LWS_WORKER_INDEX").replace("MASTER_ADDR", "LWS_LEADER_ADDRESS")
+    scaled = {"plan": "tp=16", "rate": 1.0, "autoscale": "utilization=0.5,min=1,max=2"}
+    files = mw.serve(**words, **scaled, to="kubernetes").deployment.files
+    group, service, keda = yaml.safe_load_all(files["fleet.yaml"])
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, follower = (template[f"{name}Template"]["spec"]["containers"][0] for name in ("leader", "worker"))
+    assert (template["size"], leader["resources"]["limits"]) == (2, {"nvidia.com/gpu": 8})
+    assert leader.pop("readinessProbe") and leader == follower and leader["args"][0].endswith(across)
+    assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    assert keda["spec"]["scaleTargetRef"]["kind"] == group["kind"] == "LeaderWorkerSet"
+    pooled = {"plan": "dp=16,ep=16", "prefill_plan": "tp=16", "concurrency": 4}
+    graph = mw.serve(**words, **pooled, engine="sglang", to="dynamo").deployment.files["fleet.yaml"]
+    assert graph.count("nodeCount: 2") == 2 and "--nnodes" not in graph
+    values = yaml.safe_load(mw.serve(**words, **pooled, to="llm-d").deployment.files["values.yaml"])
+    assert values["multinode"] and values["decode"]["parallelism"]["dataLocal"] == 8
+    assert "--port 8200 --data-parallel-size-local 8" in str(values["decode"]["containers"])
+    with pytest.raises(WorkloadError, match="to=vllm-stack starts an instance in one pod, not on 2 nodes"):
+        mw.serve(**words, **pooled, to="vllm-stack")
 
 
 @pytest.mark.parametrize(("engine", "chip"), STATED["images"])

@@ -5,7 +5,6 @@ a table of its settings (`tables.py`); here are the forms in which they are writ
 Slurm script around the command.
 """
 
-import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +103,9 @@ def launch(
     mesh = resolve(model, plan, workload, cluster)
     if mesh.trains:  # layers are placed by what they cost
         mesh = estimate(model, cluster, plan, workload).mesh
-    node = math.gcd(cluster.num_chips, cluster.chips_per_host)  # as many on each host
+    node = cluster.num_chips // cluster.num_hosts
     facts = shape_of(model, workload.seq) | facts_of(model, mesh, cluster)
-    facts |= {"num_nodes": cluster.num_chips // node, "kv_heads": model.num_kv_heads, "model": model}
+    facts |= {"num_nodes": cluster.num_hosts, "kv_heads": model.num_kv_heads, "model": model}
     facts |= {"mtp_layers": model.mtp_layers, "trained_seq": model.max_seq}
     check(framework, facts)
     settings, lost = write_settings(framework, facts)
@@ -237,13 +236,24 @@ def _command(framework: str, words: list[str], model: Model, facts: Facts, node:
     """The line that starts one node, of words as the shell reads them."""
     tables = launch_tables()
     line = " ".join(filter(None, (tables.programs.get(framework), *words)))
-    names = {"words": line, "model": model.name, "num_nodes": facts["num_nodes"], "node": node, "across": ""}
-    if facts["num_nodes"] > 1 and framework in tables.across_nodes:
-        by = f"{framework} dp" if facts["dp"] > 1 else framework
-        local = names | {"local_dp": facts["dp"] // facts["num_nodes"]}
-        names["across"] = " " + tables.across_nodes.get(by, tables.across_nodes[framework]) % local
+    names = {"words": line, "model": model.name, "num_nodes": facts["num_nodes"], "node": node}
+    names["across"] = across_nodes(framework, facts["dp"], facts["num_nodes"])
     is_alone = framework in tables.commands and facts["num_nodes"] * node == 1
     return tables.commands[framework if is_alone else tables.starters.get(framework, framework)] % names
+
+
+def across_nodes(
+    framework: str, dp: int, num_nodes: int, rank: str = "SLURM_NODEID", leader: str = "MASTER_ADDR"
+) -> str:
+    """What a server's command says of its other nodes: `rank` and `leader` are variables of the shell.
+
+    They hold the number of the node that runs it and the address of the first one.
+    """
+    lines = launch_tables().across_nodes
+    if num_nodes == 1 or framework not in lines:
+        return ""
+    names = {"num_nodes": num_nodes, "local_dp": dp // num_nodes, "rank": rank, "leader": leader}
+    return " " + lines.get(f"{framework} dp" if dp > 1 else framework, lines[framework]) % names
 
 
 def _slurm(framework: str, command: str, settings: Settings, num_nodes: int, node: int) -> str:

@@ -188,6 +188,11 @@ class Cluster:
         nodes = [int(level.ranks) for level in self.levels if level.ranks <= self.chip.host_chips]
         return max(nodes, default=self.chip.host_chips)
 
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that hold equal parts of the cluster: 12 chips on hosts of 8 are three of 4."""
+        return self.num_chips // math.gcd(self.num_chips, self.chips_per_host)
+
     def to_json(self) -> dict[str, Any]:
         """What an answer says of the cluster that it is about."""
         return {"name": self.name, "chip": self.chip.name, "num_chips": self.num_chips}
