@@ -101,10 +101,10 @@ def test_stopped_from_outside(tmp_path, how):
 
 
 def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
-    """Forked ranks, two process groups, no ordinary exit: all is there but what they profile themselves."""
+    """Forked ranks, two groups, FSDP2 from `meta`, no ordinary exit: all but what they profile and swap."""
     monkeypatch.chdir(tmp_path)
     done = profile_command([sys.executable, str(SCRIPTS / "awkward.py")], tmp_path / "out")
-    assert done.exit_code == 0 and len(done.files) == 6
+    assert done.exit_code == 0 and len(done.files) == 10
     for path in (own := list(tmp_path.glob("own-*.json.gz"))):
         trace, _ = read_trace(path)
         assert "aten::exp" in {trace.name(i) for i in range(len(trace))}

@@ -15,6 +15,8 @@ process group and makes another must not find its ranks apart by that.
 
 PyTorch has one profiler. Where the program starts its own, the capture gives way: it writes what it has, and
 goes on in a further file (`rank-N-again-1.json`) when that has ended. The program's own trace has the rest.
+It gives way, too, where a module swaps its tensors for others, as FSDP2's `to_empty` does: with shapes, the
+profiler holds weak references to all inputs of operators, and torch swaps no tensor that has any.
 
 Kineto writes without checking, so the file is written beside its place, its end is looked at, and only a
 complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
@@ -33,9 +35,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 FLIGHT_RECORDER_CALLS = "100000"
 """Calls that the flight recorder keeps; must be in the environment before torch is imported."""
@@ -155,13 +158,25 @@ def _said() -> Iterator[None]:
         print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
 
 
+def _before(owner: Any, name: str, first: Callable[[], None]) -> None:
+    """Have `first` called before each call of this function of a module or class."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def call(*args: Any, **how: Any) -> Any:
+        first()
+        return function(*args, **how)
+
+    setattr(owner, name, call)
+
+
 def capture_process_group(directory: str, **options: Any) -> None:
     """Capture from `init_process_group` to the end of the process: what the hook installs.
 
     To be called while `torch.distributed.distributed_c10d` has just been loaded and nobody uses it yet.
     """
     c10d = sys.modules["torch.distributed.distributed_c10d"]
-    init, destroy = c10d.init_process_group, c10d.destroy_process_group
+    init = c10d.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = init(*args, **kwargs)
@@ -173,13 +188,13 @@ def capture_process_group(directory: str, **options: Any) -> None:
                 _LIFE.begin(lambda: Capture(Path(directory), *place, **options))
         return result
 
-    def destroy_process_group(group: Any = None) -> Any:
+    def remember() -> None:
         with _said():
             if _LIFE.capture is not None:
                 _LIFE.capture.remember()
-        return destroy(group)
 
-    vars(c10d).update(init_process_group=init_process_group, destroy_process_group=destroy_process_group)
+    c10d.init_process_group = init_process_group  # type: ignore[attr-defined]
+    _before(c10d, "destroy_process_group", remember)
 
 
 def capture_modules(directory: str, **options: Any) -> None:
@@ -205,6 +220,7 @@ class _Life:
     def __init__(self) -> None:
         self.capture: Capture | None = None
         self.has_begun = self.is_at_work = self.is_waiting = self.must_die = False
+        self.num_in_the_way = 0
         self.is_done = threading.Event()
 
     def begin(self, make: Callable[[], Capture]) -> None:
@@ -216,13 +232,8 @@ class _Life:
             self.resume()
         atexit.register(self.finish)
         multiprocessing.util.Finalize(None, self.finish, exitpriority=100)
-        self.leave = leave = os._exit
-
-        def finish_and_leave(status: int) -> NoReturn:
-            self.finish()
-            leave(status)
-
-        os._exit = finish_and_leave
+        self.leave = os._exit
+        _before(os, "_exit", self.finish)
         self.heed_sigterm()
         self.give_way()
 
@@ -260,26 +271,34 @@ class _Life:
             self.leave(128 + signal.SIGTERM)
 
     def give_way(self) -> None:
-        """Let the program use PyTorch's profiler, of which there is one, for itself."""
-        import torch.autograd.profiler as module
+        """Let the program use PyTorch's profiler, of which there is one, and swap tensors, which it holds."""
+        import torch.autograd.profiler
 
-        prepare, leave = module.profile._prepare_trace, module.profile.__exit__
+        profile, module = torch.autograd.profiler.profile, torch.nn.Module
+        _before(profile, "_prepare_trace", self.step_aside)
+        _before(torch.utils, "swap_tensors", lambda: self.step_aside(swaps=True))
+        ends = (profile, "__exit__"), (torch.utils, "swap_tensors")
+        for owner, name in (*ends, (module, "_apply"), (module, "load_state_dict")):  # which swap many
+            setattr(owner, name, self.in_the_way()(getattr(owner, name)))
 
-        def prepare_trace(profile: Any) -> None:
-            if not self.is_at_work and self.capture is not None:
-                self.pause()
-                self.is_waiting = True
-            prepare(profile)
+    def step_aside(self, *, swaps: bool = False) -> None:
+        """Stop the capture, for swaps of tensors only one with shapes, until nothing is in its way."""
+        if not self.is_at_work and self.capture is not None and (self.capture.shapes or not swaps):
+            self.pause()
+            self.is_waiting = True
 
-        def exit_profile(profile: Any, *error: Any) -> Any:
-            result = leave(profile, *error)
-            if self.is_waiting and not self.is_at_work:
+    @contextmanager
+    def in_the_way(self) -> Iterator[None]:
+        """After the outermost of such calls a capture that stepped aside goes on."""
+        self.num_in_the_way += 1
+        try:
+            yield
+        finally:
+            self.num_in_the_way -= 1
+            is_free = not (self.num_in_the_way or self.is_at_work or _torch_private().profiler_enabled())
+            if self.is_waiting and is_free:
                 self.is_waiting = False
                 self.resume()
-            return result
-
-        module.profile._prepare_trace = prepare_trace
-        module.profile.__exit__ = exit_profile
 
     def heed_sigterm(self) -> None:
         """Finish, then end, when SIGTERM comes; a program with its own handler keeps it."""
@@ -351,6 +370,7 @@ def _write(profiler: Any, directory: Path, rank: int) -> Path:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CaptureError(_sentence(directory, f"{reason}, so rank {rank} leaves no profile")) from None
     finally:
+        profiler.profiler = None  # it refers to tensors, which cannot be swapped then
         for left in directory.glob(f"{partial.name}*"):
             left.unlink(missing_ok=True)
 
