@@ -316,25 +316,32 @@ def test_what_software_fuses() -> None:
 def test_answers_that_are_weighed_last_are_computed_again() -> None:
     """MaxText weighs tokens in their own order: weights of the router need the answers of the experts."""
 
-    def again(software: str, **more: Any) -> set[str]:
+    def again(software: str, chip: str = "h100", **more: Any) -> set[str]:
         plan = f"recompute=full,zero=3,software={software}"
-        rows = mw.estimate("mixtral-8x7b", "tpu-v5p:64", plan, batch=64, **more).ledger.columns
+        rows = mw.estimate("mixtral-8x7b", f"{chip}:64", plan, batch=64, **more).ledger.columns
         return {op for op, phase in zip(rows["op"], rows["phase"], strict=True) if phase == "recompute"}
 
-    assert {"expert_fc2", "to_tokens"} <= again("xla-2024")
+    assert {"expert_fc2", "to_tokens"} <= again("xla-2024", "tpu-v5p")
     assert {"expert_fc2", "to_tokens"}.isdisjoint(again("torch-2024"))
-    padded = again("xla-2024", capacity_factor=1.25)  # one matmul of all experts, a place for each row
+    padded = again("xla-2024", "tpu-v5p", capacity_factor=1.25)  # a matmul of all experts, a place a row
     assert "expert_fc2" in padded and "to_tokens" not in padded
 
 
 def test_a_chip_of_one_software_is_priced_under_it() -> None:
-    left, stated, other = (
-        mw.estimate("qwen3-30b-a3b", "tpu-v7:64", f"ep=8{text}", batch=128, seq=4096)
-        for text in ("", ",software=xla-2024", ",software=megatron-2024")
+    job = {"model": "qwen3-30b-a3b", "cluster": "tpu-v7:64", "batch": 128, "seq": 4096}
+    one, *others = (
+        mw.estimate(plan=plan, **job)
+        for plan in ("ep=8", "ep=8,software=xla-2024", {"ep": 8}, mw.Plan(ep=8), mw.parse_plan("ep=8"))
     )
-    assert left.step_s == stated.step_s < other.step_s
-    assert left.plan == stated.plan
-    assert any("megatron-2024 does not run on tpu-v7" in note for note in other.notes())
+    assert all((other.step_s, other.plan) == (one.step_s, one.plan) for other in others)
+    with pytest.raises(mw.MeshwiseError, match="megatron-2024 does not run on tpu-v7"):
+        mw.estimate(plan="ep=8,software=megatron-2024", **job)
+
+
+def test_without_a_pipeline_no_schedule_keeps_more() -> None:
+    job = {"model": "llama3-8b", "cluster": "h100:8", "batch": 64, "seq": 8192}
+    kept = [mw.estimate(plan=f"zero=3,schedule={name}", **job) for name in ("1f1b", "gpipe", "zb-h1")]
+    assert len({(one.step_s, one.memory_bytes["total"]) for one in kept}) == 1
 
 
 @pytest.mark.parametrize(("software", "pays"), [("xla-2024", True), ("torch-2024", False)])

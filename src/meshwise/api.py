@@ -1271,13 +1271,18 @@ def _choices(plan: str | Path | Plan | Mapping[str, Any]) -> Mapping[str, Sequen
 
 
 def _plan(plan: str | Path | Plan | Mapping[str, Any], trained_on: Cluster | None = None) -> Plan:
-    """The plan of a text; of one to train on chips that run their maker's software alone, under that."""
+    """A plan, or that of a text; to train on chips that run their maker's software alone, under that."""
     from meshwise.machine.overheads import software_on
     from meshwise.plan.plan import Plan, parse_plan
 
-    software = software_on(trained_on.chip) if trained_on else ""
-    stated = plan if isinstance(plan, Mapping) else str(plan)
-    return plan if isinstance(plan, Plan) else parse_plan(stated, software)
+    own = software_on(trained_on.chip) if trained_on else ""
+    if not isinstance(plan, Plan):
+        plan = parse_plan(plan if isinstance(plan, Mapping) else str(plan), own)
+    elif own and plan.software == plan.done_by.software:  # it did not say
+        plan = replace(plan, software=own)
+    if trained_on:
+        software_on(trained_on.chip, plan.software)
+    return plan
 
 
 def _seq(model: Model, seq: int | None) -> int:

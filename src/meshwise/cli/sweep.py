@@ -36,8 +36,10 @@ def sweep(
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
-    refuse("jobs of a sweep", DataError, ray=ray, jobs=jobs)
     database = out or file.with_suffix(".sqlite")
+    table, picture = csv or database.with_suffix(".csv"), plot or database.with_suffix(".png")
+    files = len({file, database, table, picture})
+    refuse("jobs of a sweep", DataError, ray=ray, jobs=jobs, files=files, database=database)
     with Store(database) as store:
         try:
             with on_nodes(ray, "points"):
@@ -47,12 +49,11 @@ def sweep(
             print(f"meshwise: stopped; {kept}; run the same command to continue", file=sys.stderr)
             raise
         rows = store.rows(wanted)
-    table = csv or database.with_suffix(".csv")
     write_rows(table, csv_rows(wanted, rows))
     from meshwise.report.answer import Text
     from meshwise.report.sweep_report import draw_sweep, parts
 
-    figure = draw_sweep(wanted, rows, plot or database.with_suffix(".png"))
+    figure = draw_sweep(wanted, rows, picture)
     num_failed = sum(row.status == "failed" for row in rows)
     document: dict[str, Any] = {"database": str(database), "csv": str(table)}
     document |= {"figure": figure and str(figure), "num_points": len(wanted.points)}

@@ -174,7 +174,7 @@ def _dualpipe_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num, lea
 _BUBBLES = (_gpipe_s, _1f1b_s, _interleaved_s, _zb_h1_s, _zb_v_s, _dualpipe_s, _dualpipe_v_s)
 
 _IN_FLIGHT: tuple[Callable[..., Num], ...] = (
-    lambda pp, m, v, stage: m + 0.0 * stage,
+    lambda pp, m, v, stage: where(np.greater(pp, 1), m, 1.0) + 0.0 * stage,
     lambda pp, m, v, stage: smaller(m, pp - stage),
     lambda pp, m, v, stage: smaller(m * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1) / v,
     lambda pp, m, v, stage: smaller(m, pp) + 0.0 * stage,

@@ -248,7 +248,7 @@ def _placement(schedule: str, pp: int, v: int) -> Ints:
 
 
 def _gpipe(rank: int, pp: int, m: int, v: int) -> Order:
-    return [_F] * m + [_B] * m
+    return [_F] * m + [_B] * m if pp > 1 else [_F, _B] * m  # without a pipeline gradients just accumulate
 
 
 def _1f1b(rank: int, pp: int, m: int, v: int) -> Order:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from meshwise.core.columns import any_of, chosen_cells, distinct_columns, some_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
-from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.adverse import Adversity
 from meshwise.estimate.balance import placed, placed_cost, worse_cost
 from meshwise.estimate.priced_model import PricedModel, priced_model
@@ -447,7 +446,7 @@ class _Repeats:
     def repeated(self, mesh: Mesh, is_row: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which of the rows [chunks, stems] are another in other words; chunks lie along an axis of `mesh`.
 
-        Without a pipeline schedules are alike, but for GPipe, which keeps all microbatches alive.
+        Without a pipeline all schedules are alike.
         """
         columns = (
             *(mesh.tp, mesh.ulysses, mesh.ring, mesh.gathers_keys & (mesh.ring > 1), mesh.pp, mesh.dp),
@@ -463,11 +462,8 @@ class _Repeats:
                 found = found | np.logical_not(ONLY_WITH[key](mesh))
         for order in self.before.get("placement", ()):
             found = found | np.logical_not(_differ(order, mesh))
-        is_gpipe = mesh.schedule == SCHEDULES.index("gpipe")
         alone, found = np.broadcast_to(mesh.pp == 1, num_stems), np.array(found)
-        for alike in (is_gpipe, ~is_gpipe):
-            some = is_row[:, alone] & alike
-            found[:, alone] |= some & (np.cumsum(some, axis=0) > 1)
+        found[:, alone] |= is_row[:, alone] & (np.cumsum(is_row[:, alone], axis=0) > 1)
         return found
 
 

@@ -289,13 +289,13 @@ def search(
 
 def _under_software(cluster: Cluster, stated: Stated, versions: Sequence[str]) -> Stated:
     """What was stated, under the first of the stated `versions` of software, or the chip's own software."""
+    own = software_on(cluster.chip, *versions, *stated.get("software", ()))
     if versions:
         if "software" in stated:
             raise PlanError("--software names the versions to compare; leave software out of --plan")
         for name in versions:
             Plan(software=name)
         return {**stated, "software": versions[:1]}
-    own = software_on(cluster.chip)
     return {"software": (own,), **stated} if own else stated
 
 
