@@ -20,11 +20,12 @@ from meshwise.serve import requests as arrivals
 from meshwise.serve.engine import SETTINGS
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.kubernetes import SERVERS
+from meshwise.serve.load import Fleet, pools_of
 from meshwise.serve.prefix_cache import Tier
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_sessions, read_requests
 from meshwise.serve.router import POLICIES, parse_router
 from meshwise.serve.simulate import Autoscaling, Pools, simulate
-from servers import NO_LIMIT, ONE_AT_A_TIME, on, passes
+from servers import NO_LIMIT, ONE_AT_A_TIME, VLLM, on, passes, server
 
 STATED = table("fleets")
 TURNS = arrivals.Turns(turns=4, prompt=300, think_s=2.0)
@@ -136,6 +137,22 @@ def test_routers_are_told_apart_by_how_long_requests_wait() -> None:
     assert wait_s(1.0, "round-robin") == pytest.approx(np.mean(waits), rel=1e-6)
     assert wait_s(1.0, "least-loaded") == pytest.approx(np.mean(waits), rel=1e-6)
     assert wait_s(0.05, "least-loaded") < 0.8 * wait_s(0.05, "round-robin")
+
+
+def test_each_instance_answers_its_own_requests_and_those_of_all_its_engines() -> None:
+    """Three replicas at three times the rate are one at it; with three engines a server is thrice as late."""
+    once = at_rate(100.0, Lengths(100, 40), num=200)
+    thrice = Requests(*(tuple(np.repeat(of, 3)) for of in (once.prompt, once.output, once.arrival_s)))
+
+    def first_s(requests: Requests, num: int, engines: int, reply_s: float = 1e-4) -> Any:
+        times = passes(2e-3, engine=replace(VLLM, reply_s=reply_s))
+        return simulate(requests, Pools(ServingWorker(times, NO_LIMIT, engines=engines), num)).ttft_s
+
+    at_once_s, alone_s = first_s(once, 1, 1, 0.0), first_s(once, 1, 1)
+    assert first_s(thrice, 3, 1)[::3] == pytest.approx(alone_s)
+    assert alone_s.mean() > at_once_s.mean() + 1e-4
+    assert first_s(once, 1, 3) - at_once_s == pytest.approx(3.0 * (alone_s - at_once_s))
+    assert pools_of(Fleet(server(cluster="h100-80g-sxm:4", dp=4), 3), once, VLLM).worker.engines == 4
 
 
 # --- scaling -------------------------------------------------------------------------------------

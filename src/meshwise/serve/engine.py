@@ -37,7 +37,7 @@ class Constants(msgspec.Struct, frozen=True):
     """Overheads that kernels do not have, the same for all engines, models and chips.
 
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
-    `reply_s`: the server's one process answers running requests in turn, each of which takes it so long;
+    `reply_s`: an instance's one server answers running requests in turn, each of which takes it so long;
     `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: time that
     the choices of a token add to experts over that of their kernels, unless the token is sent to them: it is
     sorted and brought back into order;

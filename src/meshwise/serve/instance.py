@@ -60,13 +60,15 @@ class EngineSequence:
 class ServingWorker:
     """What an instance is: the passes of its engine, tokens for which its caches have room.
 
-    `tiers`: where blocks of each of its `ranks` (dp) go that have no room in them.
+    `tiers`: where blocks of each of its `ranks` (dp) go that have no room in them. `engines`: how many such
+    engines, this one included, one server stands before; as many requests run on each of them.
     """
 
     times: PassTimes
     cache_tokens: int
     tiers: tuple[Tier, ...] = ()
     ranks: int = 1
+    engines: int = 1
 
 
 class Instance:
@@ -82,7 +84,7 @@ class Instance:
 
     def __init__(
         self, worker: ServingWorker, requests: Requests, leave: Callable[[EngineSequence, float], None], *,
-        reply_s: float = 0.0, only_prompts: bool = False,
+        only_prompts: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.times, self.cache = worker.times.engine, worker.times, worker.cache_tokens
         self.blocks: Sequence[Blocks] | Mapping[int, Blocks] = requests.blocks  # by index of a sequence
@@ -95,7 +97,8 @@ class Instance:
         self.stop_s: float | None = None
         self.turn, self.under_way = 0, [0] * worker.ranks  # requests of each rank
         self.links_s = [0.0] * worker.ranks  # when each rank's link to the tiers is free
-        self.leave, self.only_prompts, self.reply_s = leave, only_prompts, reply_s
+        self.leave, self.only_prompts = leave, only_prompts
+        self.reply_s = worker.engines * self.engine.reply_s
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
         self.was_full = False  # whether a request waited for room in the cache

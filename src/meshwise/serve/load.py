@@ -419,7 +419,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
 
 def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offload | None) -> ServingWorker:
     """One engine of an instance."""
-    serving = replace(serving, mesh=replace(serving.mesh, dp=serving.mesh.dp / serving.engines))
+    serving = replace(serving, mesh=replace(serving.mesh, dp=serving.mesh.dp / (engines := serving.engines)))
     tokens, engine = cache_tokens(serving), engine.on(serving.cluster.chip, serving.dp)
     refuse("request in a cache", WorkloadError, longest=requests.longest, tokens=tokens)
     clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.groups)
@@ -429,4 +429,4 @@ def _worker(serving: Serving, requests: Requests, engine: Engine, offload: Offlo
         engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
     times = tabulate(serving, engine, requests.longest, -(-clients // serving.groups))
     tiers = offload.tiers(token_bytes(serving), host_bytes_per_s(serving.cluster.chip)) if offload else ()
-    return ServingWorker(times, tokens, tiers, serving.dp)
+    return ServingWorker(times, tokens, tiers, serving.dp, engines)

@@ -172,7 +172,7 @@ class _Run:
         self.bounds: list[tuple[float, int, Instance]] = []  # a heap; older ones of a replica are stale
         first = pools.prefill or pools.worker
         self.front = first.times.engine
-        make = partial(Instance, pools.worker, requests, self._ended, reply_s=pools.num * self.front.reply_s)
+        make = partial(Instance, pools.worker, requests, self._ended)
         self.last = self.first = _Pool(Router(pools.router), make, pools.num)
         if pools.prefill is not None:
             make = partial(Instance, first, requests, self._computed, only_prompts=True)
