@@ -104,7 +104,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }
-DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out", "quantized"}
+DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out", "ships_mtp", "quantized"}
 PARTS: dict[str, Model] = {  # a model with the part
     "mla": SPARSE,
     "moe": replace(DEEPSEEK, linear_bias=True, moe=replace(DEEPSEEK.moe, latent=1024)),  # type: ignore[type-var]

@@ -308,9 +308,11 @@ def test_a_deployment_says_what_was_simulated_and_its_load_comes_again(meshwise:
     assert values["decode"]["parallelism"] == {"tensor": 1, "data": 1, "dataLocal": 1, "workers": 1}
     (container,) = values["prefill"]["containers"]
     assert "--kv-transfer-config" in container["args"] and "--tensor-parallel-size" not in container["args"]
-    shared = "serve gpt-oss-120b --cluster b200-sxm:4 --plan dp=4,ep=4 --engine sglang,max_tokens=9000"
-    flags = meshwise(*shared.split(), "--concurrency", "4", "--num-requests", "8", "--to", "kubernetes").out
-    assert "--chunked-prefill-size\n        - '36000'" in flags  # of all dp ranks together
+    shared = "serve qwen3.5-35b-a3b --cluster b200-sxm:4 --plan dp=4,ep=4 --engine sglang,max_tokens=9000"
+    few = "--speculate drafts=2,accept=0.7 --concurrency 4 --num-requests 8 --to kubernetes"
+    flags = meshwise(*shared.split(), *few.split()).out
+    said = {"--chunked-prefill-size": "'36000'", "--speculative-algorithm": "NEXTN"}  # tokens of all dp ranks
+    assert all(f"{flag}\n        - {value}" in flags for flag, value in said.items())
 
 
 def test_an_instance_on_several_nodes_is_a_group_of_pods_of_which_one_answers() -> None:

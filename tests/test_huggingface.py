@@ -137,17 +137,16 @@ def test_windows() -> None:
 def test_features_that_a_config_states() -> None:
     """Capped scores and logits, multi-token prediction, and who sees what follows."""
     gemma2, gemma3 = (_read(RAW[name]) for name in ("gemma-2-9b", "gemma-3-1b"))
-    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.num_norms) == (True, True, 4)
-    assert (gemma3.attention_softcap, gemma3.logit_softcap, gemma3.num_norms) == (False, False, 4)
+    for of, capped in ((gemma2, True), (gemma3, False)):
+        assert (of.attention_softcap, of.logit_softcap, of.num_norms) == (capped, capped, 4)
     assert not _read({**RAW["gemma-2-9b"], "attn_logit_softcapping": None}).attention_softcap
     assert [_read(RAW[name]).mtp_layers for name in ("deepseek-v3", "kimi-k2", "deepseek-v2")] == [1, 0, 0]
     assert not _read(RAW["bert-base-uncased"]).causal
     assert _read({**RAW["bert-base-uncased"], "is_decoder": True}).causal
     assert not _read({**RAW["gemma-3-1b"], "use_bidirectional_attention": True}).causal
     assert not _read({**RAW["qwen2.5-7b"], "is_causal": False}).causal
-    assert _read(RAW["gpt-oss-20b"]).moe.router_bias  # type: ignore[union-attr]
-    assert not _read(RAW["deepseek-v3"]).moe.router_bias  # type: ignore[union-attr]
-    assert _read(RAW["deepseek-v3"]).moe.balance_bias  # type: ignore[union-attr]
+    moes = [_read(RAW[name]).moe for name in ("gpt-oss-20b", "deepseek-v3")]
+    assert [(moe.router_bias, moe.balance_bias) for moe in moes if moe] == [(True, False), (False, True)]
 
 
 NEMOTRON_H = {

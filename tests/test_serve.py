@@ -358,15 +358,14 @@ def test_guesses_pay_as_often_as_they_are_right(drafts: int, acceptance: float) 
 def test_multi_token_prediction_reads_the_tables_of_the_model() -> None:
     """MiMo-7B holds a block more, the projection of the joined states, and norms; Llama 3 has none."""
     plain = server("mimo-7b", "h200-sxm:1")
-    more = (
-        est.memory_of_one(est.speculating(plain, "accept=0.8"))["weights"]
-        - est.memory_of_one(plain)["weights"]
-    )
+    servers = est.speculating(plain, "accept=0.8"), plain
+    guessing, alone = (est.memory_of_one(of)["weights"] for of in servers)
     block = block_weights(plain.model, layer_kind(plain.model, 35))
-    assert more == 2 * num_weights((*block, *mtp_weights(plain.model)))
-    guessing = partial(mw.serve, cluster="h200-sxm:1", speculate="accept=0.8")
-    told = [str(guessing(name).to_json()["notes"]) for name in ("mimo-7b", "llama3-8b")]
-    assert ["no module of multi-token prediction" in notes for notes in told] == [False, True]
+    assert guessing - alone == 2 * num_weights((*block, *mtp_weights(plain.model)))
+    assert not find_model("qwen3.5-9b").mtp_layers  # it is served, but not trained
+    serve, names = partial(mw.serve, speculate="accept=0.8"), ("mimo-7b", "qwen3.5-9b", "llama3-8b")
+    told = [str(serve(name, "h200-sxm:1").to_json()["notes"]) for name in names]
+    assert ["no module of multi-token prediction" in notes for notes in told] == [False, False, True]
 
 
 def test_speculation_on_the_command_line(meshwise: Any) -> None:

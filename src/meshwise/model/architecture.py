@@ -502,8 +502,9 @@ class Model:
 
     `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
     `checked`, `aliases`, `left_out` (parts that stand beside this model, such as a vision tower, and their
-    numbers of parameters; those of `towers` too), `quantized` (plan keys that serve weights as the file has
-    them), and, unless positions are learned, `max_seq`, which limits a workload.
+    numbers of parameters; those of `towers` too), `ships_mtp` (whether its checkpoint has modules of
+    multi-token prediction, with which engines guess), `quantized` (plan keys that serve weights as the file
+    has them), and, unless positions are learned, `max_seq`, which limits a workload.
     """
 
     name: str
@@ -576,6 +577,7 @@ class Model:
     checked: str = ""
     aliases: tuple[str, ...] = ()
     left_out: tuple[tuple[str, int], ...] = ()
+    ships_mtp: bool = False
     quantized: str = ""
 
     @property
