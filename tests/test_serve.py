@@ -154,9 +154,7 @@ def test_a_pipeline_takes_what_its_batches_take_at_the_slowest_stage(pp: int) ->
     assert piped.groups == pp and est.prompt_s(piped) > est.prompt_s(whole)
     assert est.memory_of_one(piped)["cache"] == pytest.approx(est.memory_of_one(whole)["cache"] / pp)
     assert est.max_sequences(piped) > pp * est.max_sequences(whole)  # a stage holds fewer weights
-    few, many = pass_times.rows(
-        piped, [1, pp]
-    )  # one pool of blocks a stage, as vLLM has it; a stage without a batch waits
+    few, many = pass_times.rows(piped, [1, pp])  # a pool of blocks a stage (vLLM); one without a batch waits
     assert few["token_s"] == many["token_s"]
     most = est.max_sequences(piped)
     assert [row["fits"] for row in pass_times.rows(piped, [most, most + 1])] == [True, False]
@@ -211,14 +209,17 @@ def test_what_makes_room_does() -> None:
     """Each remedy is priced: of a cache in 16 bits its width, of few GPUs more; not what frees too little."""
     long = replace(server("llama3-70b", "h100-80g-sxm:4", tp=4, dtype="fp8"), prompt=1_000_000)
     assert set(dict(est.remedies(long))) == {"kv_dtype=fp8", "tp=8 on 8 GPUs"}
+    for cluster, blocks in {"b200-sxm:8": ["nvfp4"], "mi355x:4": ["mxfp4"], "a100-80g-sxm:8": []}.items():
+        found = [one for one, _ in est.remedies(server("glm-5", cluster, tp=int(cluster.partition(":")[2])))]
+        formats = ["dtype=fp8", *(f"dtype=fp4,weight_dtype={one}" for one in blocks)] * bool(blocks)
+        assert found[:-1] == [*formats, "weight_dtype=int4"]
 
 
 def test_an_idle_first_token_is_that_of_the_pool_of_prompts() -> None:
     """One client finds both pools idle: its first token is late by the front end alone."""
     pools = {"prefill_plan": "tp=1", "prefill_cluster": "h100-80g-sxm:1"}
-    found = mw.serve(
-        "llama3-8b", "h100-80g-sxm:2", "tp=2", prompt=4096, concurrency=1, num_requests=4, **pools
-    )
+    load = {"prompt": 4096, "concurrency": 1, "num_requests": 4}
+    found = mw.serve("llama3-8b", "h100-80g-sxm:2", "tp=2", **load, **pools)
     engine = ENGINES["vllm"]
     late_s = engine.front_s + engine.front_token_s * 4096
     assert found.first_token_s + late_s == pytest.approx(found.load.served.ttft_s.mean(), rel=0.05)
@@ -269,9 +270,8 @@ def test_what_a_checkpoint_leaves_in_16_bits_is_kept_and_computed_so() -> None:
     token_s = [float(est.token_pass(of, 64.0).total_s) for of in (narrow, packed)]
     assert token_s[0] < token_s[1] < 4.5 / 4.0 * token_s[0]  # scales are read too, by the same kernels
     whole = 7168 * (1536 + 576) + (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) / 8
-    assert est.memory_of_one(wide)["weights"] - est.memory_of_one(narrow)["weights"] == pytest.approx(
-        61 * 1.5 * whole, rel=1e-3
-    )
+    in_bf16, in_fp4 = (est.memory_of_one(of)["weights"] for of in (wide, narrow))
+    assert in_bf16 - in_fp4 == pytest.approx(61 * 1.5 * whole, rel=1e-3)
     ops, before = ops_of(wide, "vllm"), ops_of(narrow, "vllm")
     lost = {name.split(".")[1] for name in set(before) - set(ops)}
     assert lost == {"q_down_cast", "q_up_cast", "kv_up_cast", "out_proj_cast"}

@@ -21,7 +21,7 @@ from meshwise.model.huggingface import model_from_config, read_config
 
 _ENDINGS = re.compile(
     r"-(instruct|chat|base|it|pt|hf|rl|sft|dpo|think|thinking|preview|reasoning|fp8|fp4|nvfp4|mxfp4|bf16|int4"
-    r"|int8|awq|gptq|dynamic|block|kv|[vr]\d+(\.\d+)*|\d{4,8}|\d{2}-\d{4})$"
+    r"|int8|awq|gptq|gguf|dynamic|block|kv|[vr]\d+(\.\d+)*|\d{4,8}|\d{2}-\d{4})$"
 )
 """What a name may end with beside that of the architecture: training, types of weights, versions, dates."""
 

@@ -74,8 +74,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     if model.moe is None:
         yield from rules_of("no experts", **names, sizes=sizes)
     else:
-        ranks, num_dense = mesh.tp * mesh.cp * mesh.dp, num_dense_layers(model)
-        yield from rules_of("experts", **names, moe=model.moe, ranks=ranks, num_dense=num_dense)
+        of = {"ranks": mesh.tp * mesh.cp * mesh.dp, "copies": model.moe.copies + -model.moe.held % mesh.ep}
+        yield from rules_of("experts", **names, **of, moe=model.moe, num_dense=num_dense_layers(model))
     lora = plan.lora_rank, plan.lora_targets
     of_kinds = (weight for kind in layer_kinds(model) for weight in block_weights(model, kind, *lora))
     yield from rules_of("adapters", **names, adapts=any(weight.is_adapter for weight in of_kinds))
@@ -99,7 +99,7 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         default, value = keys.DEFAULTS[key], getattr(mesh.plan, key)
         is_stated = sizes[key] != number_of(key, default) if key in sizes else value != default
         shown = KEYS[key].show(value) if value != default else ""
-        yield from rules_of("key without meaning", is_stated=is_stated, key=key, value=shown)
+        yield from rules_of("key without meaning", is_stated=is_stated, key=key, value=shown, mesh=mesh)
     if model.encoder is not None:
         yield from rules_of("encoder", model=model, mesh=mesh, plan=mesh.plan)
     if any(layer.shares for layer in model.layers):

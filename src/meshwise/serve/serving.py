@@ -39,7 +39,7 @@ from meshwise.model.architecture import Model, Side, layer_kind
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import PLAN_LISTS, Plan
+from meshwise.plan.plan import PLAN_LISTS, Plan, plan_keys
 from meshwise.plan.rules import resolve
 from meshwise.plan.stages import Stage, stages_of
 from meshwise.plan.workload import Workload, quantized_note
@@ -370,16 +370,15 @@ def remedies(serving: Serving) -> Iterator[tuple[str, float]]:
     Of more tp, which takes as many more GPUs, the least that does.
     """
     plan, num = serving.mesh.plan, serving.num_chips
-    ones: list[dict[str, Any]] = [{"kv_dtype": "fp8"}, {"weight_dtype": "int4"}, {}]
+    ones = [plan_keys(keys) for keys in told("formats that make room", chip=serving.cluster.chip)] + [{}]
     ones += [{"tp": by * plan.tp, "ep": by * plan.ep if plan.ep > 1 else 1} for by in (2, 4, 8)]
     for keys in ones:
         by = keys.get("tp", plan.tp) // plan.tp
         cluster = replace(serving.cluster, num_chips=by * num)
         with suppress(PlanError):
             mesh = resolve_serving(serving.model, replace(plan, **keys), cluster, serving.prompt)
-            of = replace(
-                serving, mesh=mesh, cluster=cluster, memory_frac=serving.memory_frac if keys else 1.0
-            )
+            frac = serving.memory_frac if keys else 1.0
+            of = replace(serving, mesh=mesh, cluster=cluster, memory_frac=frac)
             if (memory := memory_of_one(of))["total"] <= memory["usable"]:
                 words = ",".join(f"{key}={value}" for key, value in keys.items() if value != 1)
                 yield (words or "memory_frac=1") + (f" on {by * num} GPUs" if by > 1 else ""), memory["total"]
