@@ -53,6 +53,9 @@ def _place(row: Mapping[str, str]) -> str:
 def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     """The peak with the op that made it, then tables."""
     yield from _peak(outcome, reached=f", reached in {_place(outcome.peak_row)}")
+    if not outcome.num_steps and "backward" in outcome.ledger.columns["phase"]:
+        asked = [f"; {of['place']} got {of['assumed']}" for of in outcome.guesses if "value" in of["what"]]
+        yield f"no optimizer step ran after a backward{asked[-1] + ' for an unknown value' if asked else ''}"
     alive = list(outcome.alive_at_peak.items())
     rest = sum(size for _, size in alive[_ROWS:])
     rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]
@@ -61,10 +64,9 @@ def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     rows.append(("allocator and workspace", with_prefix(machine_bytes, "B")))
     yield Table("Alive at the peak", ("what", "bytes"), rows)
     step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
-    flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
     if exchanged := outcome.collectives():
         yield records_table(f"Collectives of {step}", exchanged, TABLES["exchanged"])
-    yield f"matmuls and attention of {step}: {flop}"
+    yield f"matmuls and attention of {step}: {with_prefix(outcome.step_ledger.total('flop'), 'FLOP')}"
     if outcome.guesses:
         yield records_table("What a fake rank cannot know", outcome.guesses, TABLES["guesses"])
 

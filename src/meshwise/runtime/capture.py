@@ -158,7 +158,7 @@ def _said() -> Iterator[None]:
         print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
 
 
-def _before(owner: Any, name: str, first: Callable[[], None]) -> None:
+def before(owner: Any, name: str, first: Callable[[], None]) -> None:
     """Have `first` called before each call of this function of a module or class."""
     function = getattr(owner, name)
 
@@ -194,7 +194,7 @@ def capture_process_group(directory: str, **options: Any) -> None:
                 _LIFE.capture.remember()
 
     c10d.init_process_group = init_process_group  # type: ignore[attr-defined]
-    _before(c10d, "destroy_process_group", remember)
+    before(c10d, "destroy_process_group", remember)
 
 
 def capture_modules(directory: str, **options: Any) -> None:
@@ -220,8 +220,7 @@ class _Life:
     def __init__(self) -> None:
         self.capture: Capture | None = None
         self.has_begun = self.is_at_work = self.is_waiting = self.must_die = False
-        self.num_in_the_way = 0
-        self.is_done = threading.Event()
+        self.num_inside, self.is_done = 0, threading.Event()
 
     def begin(self, make: Callable[[], Capture]) -> None:
         """Start the capture that `make` makes, and see to it that it ends before the process does."""
@@ -233,7 +232,7 @@ class _Life:
         atexit.register(self.finish)
         multiprocessing.util.Finalize(None, self.finish, exitpriority=100)
         self.leave = os._exit
-        _before(os, "_exit", self.finish)
+        before(os, "_exit", self.finish)
         self.heed_sigterm()
         self.give_way()
 
@@ -275,8 +274,8 @@ class _Life:
         import torch.autograd.profiler
 
         profile, module = torch.autograd.profiler.profile, torch.nn.Module
-        _before(profile, "_prepare_trace", self.step_aside)
-        _before(torch.utils, "swap_tensors", lambda: self.step_aside(swaps=True))
+        before(profile, "_prepare_trace", self.step_aside)
+        before(torch.utils, "swap_tensors", lambda: self.step_aside(swaps=True))
         ends = (profile, "__exit__"), (torch.utils, "swap_tensors")
         for owner, name in (*ends, (module, "_apply"), (module, "load_state_dict")):  # which swap many
             setattr(owner, name, self.in_the_way()(getattr(owner, name)))
@@ -290,13 +289,13 @@ class _Life:
     @contextmanager
     def in_the_way(self) -> Iterator[None]:
         """After the outermost of such calls a capture that stepped aside goes on."""
-        self.num_in_the_way += 1
+        self.num_inside += 1
         try:
             yield
         finally:
-            self.num_in_the_way -= 1
-            is_free = not (self.num_in_the_way or self.is_at_work or _torch_private().profiler_enabled())
-            if self.is_waiting and is_free:
+            self.num_inside -= 1
+            is_busy = self.num_inside or self.is_at_work or _torch_private().profiler_enabled()
+            if self.is_waiting and not is_busy:
                 self.is_waiting = False
                 self.resume()
 

@@ -150,8 +150,7 @@ def read_trace(path: Path, *further: Path) -> _Found:
     columns, notes = _Columns(), Notes()
     metadata: dict[str, Any] = {}
     groups: dict[str, tuple[int, ...]] = {}
-    lacks = "what lies between (its own profiler, modules swapping tensors) was not recorded"
-    reasons = [f"{len(further)} further parts; {lacks}"] * bool(further)
+    reasons = [f"{len(further)} further parts; not recorded: own profilers, swaps of tensors"] * bool(further)
     for part in (path, *further):
         own, about = Notes(), dict[str, Any]()
         for piece in decoded_pieces(part, own, about):

@@ -41,6 +41,12 @@ large = torch.empty(1 << 20, device="cuda")
 torch.cuda.reset_peak_memory_stats()
 total = functional.all_reduce(large, "sum", dist.group.WORLD).wait()
 assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+assert torch.isfinite(large).all() and large.norm() < 10 and not torch.isnan(large).any().cpu()
+assert functional.all_reduce(torch.isinf(large).any().float(), "max", dist.group.WORLD).item() == 0
+found = torch.zeros((), device="cuda")
+found += torch.isnan(large).sum()
+assert found == 0
+torch.nn.init.trunc_normal_(large)
 half = torch.library.custom_op("mine::half", lambda x: x / 2, mutates_args=(), schema="(Tensor x) -> Tensor")
 half.register_fake(torch.empty_like)
 half.register_autograd(lambda context, grad: half(grad))

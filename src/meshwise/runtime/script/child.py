@@ -28,6 +28,7 @@ from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip
 from meshwise.program.tape import booked_by
+from meshwise.runtime.capture import before
 from meshwise.runtime.fakes import Parts
 from meshwise.runtime.launch import die_with_parent
 from meshwise.runtime.script.cuda import supply_cuda_module, supply_cuda_objects
@@ -71,13 +72,7 @@ def install(settings: dict[str, Any]) -> None:
         atexit.register(gc.freeze)  # nothing more is freed: all that torch holds takes Python almost a second
     atexit.register(report.write)
     sys.excepthook = report.failed(sys.excepthook)
-    leave = os._exit
-
-    def leave_after_report(code: int) -> None:
-        report.write()
-        leave(code)
-
-    os._exit = leave_after_report  # type: ignore[assignment]
+    before(os, "_exit", report.write)
 
 
 class _Report:
@@ -96,10 +91,12 @@ class _Report:
             text = f"{error}" if is_refused else f"{kind.__name__}: {error}"
             known = read_catalog("scripts.toml")["remedies"].items()
             with_remedy = (remedy for pattern, remedy in known if re.search(pattern, text))
+            frames = [*traceback.walk_tb(trace)][::-1]
+            place, is_own = place_of(frames), place_of(frames) == place_of(frames[:1])
             self._failure = {
                 "error": re.findall(_SENTENCES, text.splitlines()[0])[0].removesuffix("."),
-                "place": "" if is_refused else place_of(reversed([*traceback.walk_tb(trace)])),
-                "remedy": next(with_remedy, ""),
+                "place": "" if is_refused else place,
+                "remedy": next(with_remedy, self._guesses.led_to(place) if is_own else ""),
             }
             if not is_refused:
                 hook(kind, error, trace)
@@ -113,12 +110,11 @@ class _Report:
         for mode in self._modes:
             mode.__exit__(None, None, None)
         self._modes = []
-        tape = self._tape
         if not self._is_asked:
             if self._failure is not None:
-                (self._folder / FAILED.format(tape.rank)).touch()
+                (self._folder / FAILED.format(self._tape.rank)).touch()
             signal.pause()  # the ranks that this one has started end with it
-        report = tape.report() | {"guesses": self._guesses.to_json(), "failure": self._failure}
+        report = self._tape.report() | {"guesses": self._guesses.to_json(), "failure": self._failure}
         (self._folder / REPORT).write_text(json.dumps(report))
 
 

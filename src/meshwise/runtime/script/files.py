@@ -157,9 +157,8 @@ class Files:
 
 def _name(file: Any) -> str | None:
     """The absolute path of a file; None of a stream."""
-    if isinstance(file, (str, bytes, os.PathLike)):
-        return os.path.realpath(os.fsdecode(file))
-    return None
+    is_named = isinstance(file, (str, bytes, os.PathLike))
+    return os.path.realpath(os.fsdecode(file)) if is_named else None
 
 
 def _folder(storage: Any) -> Any:

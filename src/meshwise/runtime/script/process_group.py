@@ -92,8 +92,7 @@ def _read(path: Path, sender: int) -> list[Any]:
         with safe_globals([*stages, private.MeshLayout]):
             return load(path, weights_only=True)
     except UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        kind = found[1] if found else "some class"
+        kind = next(iter(re.findall(r"GLOBAL (\S+)", str(error))), "some class")
         raise RuntimeError(f"rank {sender} sends an object of {kind}; send plain values or tensors") from None
 
 

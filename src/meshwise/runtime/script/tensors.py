@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import leave_whole
-from meshwise.runtime.script.values import Guesses, forget, shadow_of
+from meshwise.runtime.script.values import Guesses, forget, guess_of, shadow_of
 from meshwise.runtime.when_imported import when_imported
 
 aten, FakeTensor = torch.ops.aten, private.FakeTensor
@@ -36,12 +36,9 @@ def supply_tensors(guesses: Guesses) -> None:
             data.__set__(self, new)
 
     def known(self: torch.Tensor) -> torch.Tensor:
-        value = shadow_of(self)
-        if value is None:
-            assumed = "1 everywhere (0 for bools; ends of documents equally far apart)"
-            guesses.add("the values of a tensor", assumed)
-            value = torch.full(self.shape, self.dtype != torch.bool, dtype=self.dtype)
-        return value
+        if shadow_of(self) is None:
+            guesses.add("the values of a tensor", "1 (bools: 0; ends of documents: equally far apart)")
+        return guess_of(self).expand(self.shape).clone()
 
     to_list, to_numpy = tensor.tolist, tensor.numpy
     tensor.data = property(data.__get__, set_data)

@@ -6,7 +6,8 @@ model built on the CPU costs nothing.
 
 A small fake keeps the value that it would have (its *shadow*) as long as all that went into it is known: a
 tensor copied to `cuda`, a mask made of positions. What depends on weights has no value. Where the program
-asks for one it gets 1 (False for a bool), and the question is noted.
+asks for one it gets 1, and the question is noted. What it asks of such numbers (`isfinite`, `x < 10`, `all`)
+is answered as if each were 1 (a *guess* beside the shadow); other bools are False.
 """
 
 import math
@@ -39,6 +40,11 @@ class Guesses:
         place = place_of(traceback.walk_stack(sys._getframe(1)))
         guess = {"what": what, "place": place, "assumed": assumed, "remedy": remedy, "count": 0}
         self._found.setdefault((what, place), guess)["count"] += 1
+
+    def led_to(self, line: str) -> str:
+        """The newest guess made in the file of this `line`, in which the program raises an error."""
+        near = [of for of in self._found.values() if of["place"].startswith(line.rpartition(":")[0] + ":")]
+        return "{place} got {assumed} for {what}, a guess".format_map(near[-1]) if near else ""
 
     def to_json(self) -> list[dict[str, Any]]:
         """The guesses, in the order of their first."""
@@ -108,14 +114,9 @@ class ScriptMode(DeviceFakes):
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
         kind = collective_of(func, args)
         known = func.namespace == "aten" and all(shadow_of(tensor) is not None for tensor in tensors)
-        value = None
-        if known and _has_value(func) and not _is_large(args, kwargs):
-            value = self._value(func, args, kwargs)
-        elif func._schema.is_mutable and kind is None and "amp" not in func._opname:
-            for tensor in mutated(func, args, kwargs):
-                forget(tensor)
+        value = self._value(func, args, kwargs) if known and not _is_large(args, kwargs) else None
         if torch.Tag.data_dependent_output in func.tags:
-            return self._scalar(func, fakes[0]) if value is None else value
+            return self._scalar(func, args, kwargs) if value is None else value
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
             return self._fake(value)
         leaves_device = kwargs.get("device") == torch.device("cpu")
@@ -130,9 +131,22 @@ class ScriptMode(DeviceFakes):
             self._receive(func, args, result)
         if value is None and isinstance(result, private.FakeTensor):
             value = _absorbed(func, tensors, result)
+            self._guess(func, args, kwargs, tensors, result)
+        if value is None and func._schema.is_mutable and kind is None and "amp" not in func._opname:
+            for tensor in mutated(func, args, kwargs):
+                forget(tensor)
         for made, part in zip(tensors_in(result), tensors_in(value), strict=False):  # of no value none
             made.shadow = part
         return result
+
+    def _guess(self, func: Any, args: Any, kwargs: Any, tensors: Any, result: Any) -> None:
+        """Give a bool, and what is made of guesses, the value that it has if each unknown number is 1."""
+        guesses = [one.guess for one in tensors if getattr(one, "guess", None) is not None]
+        if func.namespace != "aten":  # a collective, in which all ranks say the same
+            result.guess = next((guess for guess in guesses if guess.dim() == result.dim()), None)
+        elif guesses or (result.dtype is torch.bool and tensors):
+            is_small = result.numel() <= SHADOW_ELEMENTS or {guess_of(one).numel() for one in tensors} == {1}
+            result.guess = self._value(func, args, kwargs, guess_of) if is_small else None
 
     def _receive(self, func: Any, args: Any, result: Any) -> None:
         """What this rank gets is known if what it sends is: the others are taken to send the same."""
@@ -153,12 +167,17 @@ class ScriptMode(DeviceFakes):
         """Any CUDA device is this rank's."""
         return self.device if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
-    def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op on known values; None if it has none or a large one."""
+    def _value(self, func: Any, args: Any, kwargs: Any, value_of: Any = None) -> Any:
+        """The result of an op on known values (or on `value_of` each tensor).
+
+        None if it does not follow from the arguments, and of a large one.
+        """
+        if "empty" in func._opname or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                return shadow_of(leaf)
+                return (value_of or shadow_of)(leaf)
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
         args, kwargs = private.tree_map(real, (args, kwargs))
@@ -167,22 +186,21 @@ class ScriptMode(DeviceFakes):
         try:
             with private.disable_current_modes():
                 value = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, IndexError):
             return None
         return value if all(one.numel() <= SHADOW_ELEMENTS for one in tensors_in(value)) else None
 
-    def _scalar(self, func: Any, tensor: torch.Tensor) -> float | int | bool:
-        is_number = func is aten._local_scalar_dense.default and tensor.dtype is not torch.bool
-        assumed = torch.ones((), dtype=tensor.dtype).item() if is_number else False
-        remedy = "results that branch on it follow this value, not the data"
-        self.guesses.add("the value of a tensor", f"{assumed}", remedy)
+    def _scalar(self, func: Any, args: Any, kwargs: Any) -> float | int | bool:
+        if any(frame.f_code.co_filename == torch.nn.init.__file__ for frame, _ in traceback.walk_stack(None)):
+            return False  # nothing that they have drawn is to be drawn again
+        assumed = self._value(func, args, kwargs, guess_of) or False
+        self.guesses.add("the value of a tensor", f"{assumed}", "branches on it follow it, not the data")
         return assumed
 
     def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op whose shape depends on values; of unknown ones all are chosen, or differ."""
-        value: Any = None
-        if all(shadow_of(tensor) is not None for tensor in tensors_in(args)):
-            value = self._value(func, args, kwargs)
+        known = all(shadow_of(tensor) is not None for tensor in tensors_in(args))
+        value: Any = self._value(func, args, kwargs) if known else None
         if value is None and func._opname == "bincount":
             self.guesses.add("counts of unknown values", "the same of each")
             kinds = kwargs.get("minlength") or (*args, None, 0)[2] or 1
@@ -223,9 +241,14 @@ def shadow_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if shadow is None or getattr(shadow.untyped_storage(), "is_stale", False) else shadow
 
 
-def _has_value(func: Any) -> bool:
-    """Whether the result of an op follows from its arguments."""
-    return "empty" not in func._opname and torch.Tag.nondeterministic_seeded not in func.tags
+def guess_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of `tensor`, or 1 (a bool: False) where nothing is known of it; of large ones one element."""
+    known = shadow_of(tensor)
+    found = getattr(tensor, "guess", None) if known is None else known
+    shape = tensor.shape if tensor.numel() <= SHADOW_ELEMENTS else [1] * tensor.dim()
+    with private.disable_current_modes():
+        unknown = torch.full(shape, tensor.dtype != torch.bool, dtype=tensor.dtype)
+    return unknown if found is None else found
 
 
 def _completed(func: Any, args: Any, result: Any) -> Any:
