@@ -29,7 +29,7 @@ from meshwise.core.units import Num
 from meshwise.estimate.ends import Ends, best_ends, least_of_others_s, other_ends, part_weights
 from meshwise.estimate.priced_model import PricedModel, priced_model
 from meshwise.estimate.stage_cost import StageCost
-from meshwise.estimate.step import StepCost, Wants, mean_phases_s, price_step, waits_s
+from meshwise.estimate.step import StepCost, Wants, least_needed, mean_phases_s, price_step, waits_s
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -90,7 +90,7 @@ def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     others_s = least_of_others_s(of.model, of.mesh, [part.total_s for part in of.by_part])
     least_s = bound.step_s(of.mesh, larger(added(bound.mean_s), others_s))
     is_open = least_s < worth_s
-    needed = 0.0 if wants is None else _least(found, lambda cost: cost.memory.total)
+    needed = least_needed(of.mesh, [(cost.stage, cost.memory) for cost in found.stages])
     if wants is not None:
         is_open = is_open & wants(of.mesh, least_s, needed)
     shape = np.shape(np.atleast_1d(worth_s))

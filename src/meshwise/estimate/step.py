@@ -23,7 +23,7 @@ from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import Timeline, simulate
 from meshwise.estimate.fsdp2_step import fsdp2_memory
-from meshwise.estimate.memory import held_params
+from meshwise.estimate.memory import Memory, held_params
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.stage_cost import StageCost, StageTime, needed_memory, stage_cost, stage_time, units_of
 from meshwise.estimate.tower import tower_time, towers_of, with_tower, with_weights
@@ -82,13 +82,12 @@ def price_step(
     towers = [] if decodes else held_towers
     has_peak = wants is None or not shards_each_weight(of.cut) or bool(towers)
     stages = stages or stages_of(model, mesh)
-    exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
     times = [stage_time(of, stage) for stage in stages]
     totals_s = [
         time.total_s + added(tower_time(tower, stage).total_s for tower in towers)
         for stage, time in zip(stages, times, strict=True)
     ]
-    slowest_s = _largest(totals_s, exists)
+    slowest_s = _largest(totals_s, stages)
     costs = [
         stage_cost(of, stage, time, slowest_s - total_s, has_peak=has_peak)
         for stage, time, total_s in zip(stages, times, totals_s, strict=True)
@@ -97,16 +96,16 @@ def price_step(
     work_s = slowest_s * mesh.num_microbatches
     hop_s = message_s(of)
     bubble, comm_pp = _pipeline_waits(of, towers, costs, hop_s, slowest_s)
-    comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
-    optimizer = _largest([cost.optimizer_s for cost in costs], exists)
+    comm_dp = _largest([cost.comm_dp_s for cost in costs], stages)
+    optimizer = _largest([cost.optimizer_s for cost in costs], stages)
     alone_s = work_s + bubble + comm_pp + comm_dp + optimizer
     straggler = alone_s * (of.machine.overheads.straggler_frac * np.log2(mesh.world))
-    memory_bytes = _largest([cost.memory.total for cost in costs], exists)
+    memory_bytes = _largest([cost.memory.total for cost in costs], stages)
     if wants is not None and not has_peak:
         wanted = wants(mesh, alone_s + straggler, memory_bytes)
-        for stage, is_there in zip(stages, exists, strict=True):
+        for stage in stages:
             peak, _ = fsdp2_memory(of, stage, units_of(of, stage), wanted)
-            memory_bytes = larger(memory_bytes, is_there * peak.total)
+            memory_bytes = larger(memory_bytes, (stage.num_stages > 0) * peak.total)
             wanted = wanted & wants(mesh, alone_s + straggler, memory_bytes)
         memory_bytes = where(wanted, memory_bytes, np.inf)
     return StepCost(
@@ -214,9 +213,9 @@ def hop_bytes(of: PricedModel) -> Num:
     return block_input_bytes(of.model, of.cut) / (1.0 if in_one_piece else of.cut.tp)
 
 
-def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
-    """The largest of `values`, of those that exist."""
-    return reduce(larger, map(operator.mul, values, exists))
+def _largest(values: Sequence[Num], stages: Sequence[Stage]) -> Num:
+    """The largest of the `values` of stages, of those that exist."""
+    return reduce(larger, map(operator.mul, values, [(stage.num_stages > 0) * 1.0 for stage in stages]))
 
 
 def play(step: StepCost, *, num_microbatches: int | None = None, hop_s: float = 0.0) -> Timeline:
@@ -245,20 +244,29 @@ def least_step_s(of: PricedModel) -> Num:
 def least_of_ops(of: PricedModel) -> tuple[Num, Num]:
     """The least time [s] and memory [bytes] of a training step of the plans of a mesh, as they recompute.
 
-    The time as in `least_step_s`; the fullest stage needs no less than the emptiest, towers left out. Where
-    stages are given it needs no less than the first, and the slowest is known.
+    The time as in `least_step_s`, the memory as in `least_needed`, towers left out. Where stages are given
+    the fullest needs no less than the first, and the slowest is known.
     """
     stages = stages_of(of.model, of.mesh)
     times = times_of_chunks(of, stages, towers_of(of))
     mean_s = _means_s(of.mesh, stages, times, PHASES)
     is_fixed = has_fixed_ends(of.mesh)
-    exists = [(stage.num_stages > 0) * 1.0 for stage in stages]
-    slowest_s = _largest([time.total_s for time in times], exists) if is_fixed else 0.0
-    needed: Num = np.inf
-    for stage in stages[:1] if is_fixed else stages:
-        memory, _ = needed_memory(of, stage, held_params(of, stage), units_of(of, stage), has_peak=False)
-        needed = smaller(needed, where(stage.num_stages > 0, memory.total, np.inf))
-    return _of_mean_s(of, mean_s, slowest_s), needed
+    slowest_s = _largest([time.total_s for time in times], stages) if is_fixed else 0.0
+    memories = [
+        (stage, needed_memory(of, stage, held_params(of, stage), units_of(of, stage), has_peak=False)[0])
+        for stage in (stages[:1] if is_fixed else stages)
+    ]
+    return _of_mean_s(of, mean_s, slowest_s), least_needed(of.mesh, memories)
+
+
+def least_needed(mesh: Mesh, memories: Sequence[tuple[Stage, Memory]]) -> Num:
+    """What the fullest stage needs at least with any ends: as the emptiest does, and the mean of the states.
+
+    However layers are placed, all stages together hold the same weights, gradients and optimizer's states.
+    """
+    emptiest = reduce(smaller, (where(stage.num_stages > 0, of.total, np.inf) for stage, of in memories))
+    states = (stage.num_stages * (of.weights + of.gradients + of.optimizer) for stage, of in memories)
+    return larger(emptiest, added(states) / mesh.pp)
 
 
 def _of_mean_s(of: PricedModel, mean_s: Sequence[Num], slowest_s: Num = 0.0) -> Num:

@@ -35,17 +35,15 @@ class _Open:
         self.grid = grid
         rows = np.flatnonzero(grid.least_s <= limit_s)
         self.order = rows[np.argsort(grid.least_s[rows], kind="stable")]
-        self.least_s = grid.least_s[self.order]
 
     def take(self, number: int) -> NDArray[np.intp]:
         """The next rows, which are no longer left."""
         taken, self.order = self.order[:number], self.order[number:]
-        self.least_s = self.least_s[number:]
         return taken
 
     def up_to(self, limit_s: float) -> int:
         """How many rows are left whose least time is at most a limit."""
-        return int(np.searchsorted(self.least_s, limit_s, side="right"))
+        return int(np.searchsorted(self.grid.least_s[self.order], limit_s, side="right"))
 
 
 Grids = Callable[[Space], Iterable[Grid]]

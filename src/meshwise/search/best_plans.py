@@ -85,6 +85,7 @@ class Found:
 class BestPlans:
     """The plans kept so far, of those that need at most `capacity_bytes`; `miss` needs the least of all.
 
+    `with_miss`: it is looked for where none fits; else plans are ruled out that cannot fit.
     `top`: how many families are asked for. `considered`: plans of the space; `priced`: those that no bound
     ruled out, of which `feasible` fit. `front` is fastest first. `runnable` is the fastest of those for which
     `runs` holds; `can_run`: whether it may hold at all.
@@ -94,6 +95,7 @@ class BestPlans:
     runs: Callable[[Mesh], Any] = lambda mesh: False
     can_run: bool = False
     top: int = 1
+    with_miss: bool = False
     considered: int = 0
     priced: int = 0
     feasible: int = 0
@@ -132,7 +134,7 @@ class BestPlans:
         seconds, needed = np.broadcast_arrays(np.asarray(step_s, float), np.asarray(least_bytes, float))
         if not self.fastest:
             nearest = self.miss.memory_bytes if self.miss else np.inf
-            fits = needed <= max(self.capacity_bytes, nearest)
+            fits = needed <= (max(self.capacity_bytes, nearest) if self.with_miss else self.capacity_bytes)
             return _fastest(FEW, np.where(fits, seconds, np.inf)) if few else fits
         may_be_first = np.asarray(seconds <= self.family_limit_s)
         fits = needed <= self.capacity_bytes

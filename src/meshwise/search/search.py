@@ -50,7 +50,7 @@ MAX_FRONT = 30
 MAX_GROWTH = 64
 """How many times more chips are tried where nothing fits."""
 
-STOPPED = "the search was stopped before the first plans were priced"
+STOPPED = "the search was stopped before a plan that fits was priced"
 
 ANY_FRAMEWORK = "any"
 """`to` where a plan need not run anywhere."""
@@ -250,8 +250,7 @@ def search(
     to = _known_framework(to, model, cluster, seq)
     asked = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped, unwanted)
     space, kept = asked.price_with_room(on_plans)
-    ranked = kept.ranked
-    best = ranked[:top]
+    best = (ranked := kept.ranked)[:top]
     no_fit = kept.considered > 0 and not best
     chosen = tuple(map(space.estimate, best))
     runnable = None if kept.runnable is None else space.estimate(kept.runnable)
@@ -273,7 +272,7 @@ def search(
         pareto=tuple(kept.near_front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
         changes=tuple(spared.changes()) if no_fit and with_changes and not kept.stopped else (),
-        reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
+        reason=STOPPED if kept.stopped and not best else "" if kept.considered else space.reason(),
         complete=not kept.stopped,
         weighed=weigh(chosen[0], kept.capacity_bytes, space.first_against) if assumptions and best else (),
         stated=space.stated,
@@ -368,16 +367,18 @@ class _Space:
         return running(self.model, self.cluster.chip, self.workload.seq)
 
     def price(
-        self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None
-    ) -> BestPlans:
+        self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None,
+        *, with_miss: bool = False,
+    ) -> BestPlans:  # fmt: skip
         """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search.
 
-        `against`: an adversity in place of those that the search is made under.
+        `against`: an adversity in place of those that the search is made under. `with_miss`: where none fits,
+        the plan that needs least memory, too.
         """
         under = self.under if against is None else lambda plan: against
         memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
         can_run, some_run = not self.to and bool(self.able), partial(runs, self.able, self.model)
-        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, some_run, can_run, self.top)
+        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, some_run, can_run, self.top, with_miss)
         try:
             best_first(partial(self.grids, under=under), self.values(), kept, on_plans)
         except KeyboardInterrupt:
@@ -387,11 +388,11 @@ class _Space:
 
     def price_with_room(self, on_plans: Callable[[BestPlans], None]) -> tuple[_Space, BestPlans]:
         """The plans worth keeping and their space: with more and more offloaded while nothing fits."""
-        space, kept = self, self.price(on_plans)
-        for freed in OFFLOADED:
-            if kept.considered and not kept.feasible and not kept.stopped:
-                space = self.offloading(freed)
-                kept = space.price(on_plans)
+        spaces = [self, *map(self.offloading, OFFLOADED)]
+        for space in spaces:
+            kept = space.price(on_plans, with_miss=space is spaces[-1])
+            if kept.feasible or kept.stopped or not kept.considered:
+                break
         return space, kept
 
     def offloading(self, freed: Stated) -> _Space:

@@ -61,9 +61,8 @@ def weigh(
     """
     memory = best.memory_bytes["total"]
     fuller = min(memory / best.memory_bytes_interval.p90, 1.0)
-    each = asdict(together(best.model, best.cluster, best.plan)) | {"memory": fuller}
-    if best.model.moe is None:
-        each["experts_unbalanced"] = False
+    each = asdict(together(best.model, best.cluster, best.plan))
+    each |= {"memory": fuller, "experts_unbalanced": best.model.moe is not None}
     alone = {name: Adversity(**{name: value}) for name, value in each.items() if value is not False}
 
     def kept_s(one: Adversity) -> float:
