@@ -93,6 +93,7 @@ def test_headroom_is_the_traffic_that_still_holds() -> None:
     make = partial(est.serving, find_model("llama3-8b"), **LENGTHS)
     found = size(make, [find_cluster("h100-80g-sxm:16")], {}, asked)
     best, rate, limits = found.best, 30.0 * (1.0 + found.headroom_frac), asked.limits
+    assert len({one.fleet for one in found.simulated}) == len(found.simulated)  # each fleet once
     loads = (under_load(best.fleet, stream(more), best.load.engine, limits) for more in (rate, 1.5 * rate))
     assert [load.within_limits_frac >= 0.9 for load in loads] == [True, False]
 
@@ -102,9 +103,9 @@ def test_a_cluster_that_is_too_small_is_told_what_would_do(meshwise: Any) -> Non
     assert few.best is None and few.too_large is not None and few.simulated == ()
     told = meshwise(*BASE, "--rate", "1000", *LIMITS[2:], "--json")
     assert told.code == 1 and told.document["sizing"]["too_large"] and told.document["plan"] is None
-    num = few.too_large.fleet.num_chips
-    enough = sized("llama3-8b", f"h100-80g-sxm:{2 * num}", 100.0, 0.5, 0.02)
-    assert enough.too_large is None and 2 < enough.best.fleet.num_chips <= num
+    most = few.too_large.fleet.num_chips
+    enough = sized("llama3-8b", f"h100-80g-sxm:{2 * most}", 100.0, 0.5, 0.02)
+    assert enough.too_large is None and 2 < enough.best.fleet.num_chips <= most
 
 
 RANKS = {"tp": (1,), "ep": (8,), "dtype": ("fp8",)}
@@ -119,10 +120,8 @@ def test_no_worker_of_the_best_can_be_spared(asked: Any, fixed: Any) -> None:
     best = sized(*asked, **fixed).best
     pools, engine = ("workers", "prefill_workers"), best.load.engine
     fewer = [{name: num - 1} for name in pools if (num := getattr(best.fleet, name)) > 1]
-    assert fewer
-    for less in fewer:
-        served = under_load(replace(best.fleet, **less), best.load.requests, engine).served
-        assert not best.load.limits.hold(served)
+    loads = [under_load(replace(best.fleet, **less), best.load.requests, engine) for less in fewer]
+    assert loads and not any(best.load.limits.hold(load.served) for load in loads)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +143,8 @@ def test_prices_pay_for_all_gpus() -> None:
         load = under_load(fleet, requests, ENGINE)
         paid = cost(load, {"": 3.0})
         assert paid["usd_per_hour"] == pytest.approx(3.0 * fleet.num_chips)
-        total = 1024 * 300 * paid["usd_per_million_input_tokens"]
-        total += 128 * 300 * paid["usd_per_million_output_tokens"]
-        assert total / 1e6 == pytest.approx(paid["usd_per_hour"] * load.served.span_s / 3600)
+        sums = 1024 * paid["usd_per_million_input_tokens"] + 128 * paid["usd_per_million_output_tokens"]
+        assert 300 * sums / 1e6 == pytest.approx(paid["usd_per_hour"] * load.served.span_s / 3600)
     halves = replace(requests, blocks=((0,),) * 300, block_tokens=512)
     alone, shared = (cost(under_load(Fleet(of), one, ENGINE), {"": 3.0}) for one in (requests, halves))
     name = "usd_per_million_input_tokens"  # a cache holds half of each prompt
@@ -170,7 +168,11 @@ def test_command_names_layout_workers_and_price(meshwise: Any, tmp_path: Path) -
     rows = csv_rows(tmp_path / "all.csv")
     assert {row["chip"] for row in rows} == {"h100-80g-sxm", "h200-sxm"}
     assert "<svg" in (tmp_path / "trade.svg").read_text()
+    free = meshwise(*BASE, "--pareto", "--json").document["sizing"]  # trade-offs need no load
+    users = [row["tokens_per_s_per_user"] for row in free["pareto"]]
+    assert len(users) > 2 and users == sorted(users, reverse=True) and free["best"] is None
     shown = meshwise(*BASE, *LIMITS).out
+    assert "trade-offs" in meshwise(*BASE, "--pareto").out
     assert re.match("1 GPU holds.*max_sequences=", shown) and "why so many" not in shown
 
 
@@ -179,13 +181,6 @@ def test_the_fewest_are_what_one_simulation_says(meshwise: Any, job: str, chip: 
     found = meshwise("serve", *job.split(), "--cluster", f"{chip}:{num}", "--json").document
     alone = meshwise("serve", *f"{job} --cluster {chip}:1 --plan tp=1 --workers {num} --json".split())
     assert alone.code == 0 and alone.document["ttft_s"] == found["ttft_s"]
-
-
-def test_trade_offs_need_no_load(meshwise: Any) -> None:
-    document = meshwise(*BASE, "--pareto", "--json").document
-    users = [row["tokens_per_s_per_user"] for row in document["sizing"]["pareto"]]
-    assert len(users) > 2 and users == sorted(users, reverse=True) and document["sizing"]["best"] is None
-    assert "trade-offs" in meshwise(*BASE, "--pareto").out
 
 
 def test_limits_that_nothing_keeps_are_a_no(meshwise: Any) -> None:

@@ -395,15 +395,12 @@ def _phases(row: Row, solved: tuple[dict[str, float], ...] | None) -> Iterator[d
     regime = {"kind": row.get("mode_kind", ""), "framework": row.get("software", "")}
     for quantity, seen in measured_rl.measured(row).items():
         value, other = (found.get(quantity) for found in solved or ({}, {}))
-        near, far = (_rl_interval(row, one) if one else None for one in (value, other))
+        at = row["mode_kind"], find_chip(row["chip"])
+        near, far = (rl_interval(one, *at) if one else None for one in (value, other))
         yield {
             **{"quantity": quantity, "chip": row.get("chip", ""), "measured": seen, "predicted": value},
             **{"interval": near, "left_out": other, "left_out_interval": far, "regime": regime},
         }
-
-
-def _rl_interval(row: Row, value: float) -> Interval:
-    return rl_interval(value, row["mode_kind"], find_chip(row["chip"]))
 
 
 _TABLES: dict[tuple[str, ...], tuple[Callable[[Row], Any], Cells]] = {

@@ -209,8 +209,7 @@ def _sentence(error: Any) -> str:
     meaning = getattr(getattr(error, "param", None), "help", None)
     if text.startswith("Missing") and meaning:
         text += f": {meaning.removesuffix('.')}"
-    command = error.ctx.command_path if error.ctx else "meshwise"
-    return f"{text}; see {command} --help"
+    return f"{text}; see {error.ctx.command_path if error.ctx else 'meshwise'} --help"
 
 
 def _end(sentence: str, exit_code: int) -> None:

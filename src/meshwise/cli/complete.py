@@ -51,8 +51,7 @@ def plans(incomplete: str) -> list[str]:
         return [f"{start}{name}=" for name in KEYS]
     before, _, value = value.rpartition("|")
     before += "|" if before else ""
-    names = KEYS[key].names if key in KEYS else ()
-    return [f"{start}{key}={before}{name}" for name in names]
+    return [f"{start}{key}={before}{name}" for name in (KEYS[key].names if key in KEYS else ())]
 
 
 def join_words_of_bash() -> int:

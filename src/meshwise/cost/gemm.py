@@ -102,8 +102,7 @@ def _between_tiles_s(
     low_s = _tiled_s(low, n, k, batch, tile_shapes=tile_shapes, **chip)
     if not shares.any():
         return low_s
-    high_s = _tiled_s(low + step, n, k, batch, tile_shapes=tile_shapes, **chip)
-    return low_s + shares * (high_s - low_s)
+    return low_s + shares * (_tiled_s(low + step, n, k, batch, tile_shapes=tile_shapes, **chip) - low_s)
 
 
 def _tiled_s(

@@ -66,8 +66,7 @@ def least_of_others_s(model: Model, mesh: Mesh, seconds: Weights) -> Num:
     a_rank = 1.0 + (fold == MIRRORED)
     is_even = (mesh.ends[0] == 0) & (mesh.ends[1] == 0) & (layers % (mesh.pp * mesh.vpp) == 0)
     is_even = is_even & ((len(seconds) == 3) | (fold == ROUND))  # other kinds may fold, and be as many
-    fullest = (np.ceil(a_rank * layers / mesh.pp) + is_even) / a_rank
-    return fullest * reduce(smaller, seconds[1:-1])
+    return (np.ceil(a_rank * layers / mesh.pp) + is_even) / a_rank * reduce(smaller, seconds[1:-1])
 
 
 def other_ends(of: PricedModel) -> Iterator[tuple[Ends, Num]]:

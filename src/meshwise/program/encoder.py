@@ -32,8 +32,7 @@ def source_cut(model: Model, cut: Cut) -> Cut:
         return replace(cut, seq=float(max(across(model), 1)), ulysses=1.0, ring=1.0)
     if model.encoder is None:
         return cut
-    target = cut.past if cut.kind == "decode" else cut.seq
-    return replace(cut, seq=float(model.encoder.seq) or target)
+    return replace(cut, seq=float(model.encoder.seq) or (cut.past if cut.kind == "decode" else cut.seq))
 
 
 def cross_attention(model: Model, cut: Cut, x: Tensor) -> Stated:

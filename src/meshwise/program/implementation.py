@@ -69,8 +69,7 @@ def loss_fusion(plan: Plan) -> str:
 
 def loss_of(plan: Plan) -> Loss:
     """The loss of a plan."""
-    library = plan.done_by.losses or SOFTWARE[plan.software].losses
-    return LOSSES[library][loss_fusion(plan)]
+    return LOSSES[plan.done_by.losses or SOFTWARE[plan.software].losses][loss_fusion(plan)]
 
 
 def stops_early(plan: Plan) -> bool:

@@ -112,8 +112,7 @@ class Engines:
     @property
     def next_s(self) -> float:
         """About when the next sample or turn ends, or a sample returns; infinite without work."""
-        back_s = self.returning[0][0] if self.returning else math.inf
-        return min(back_s, *self.ends_s)
+        return min(self.returning[0][0] if self.returning else math.inf, *self.ends_s)
 
     def go_on(self) -> None:
         """What happens next, in the engine in which it does; the others may be behind."""

@@ -185,8 +185,7 @@ class LoadResult:
     @property
     def mean_chips(self) -> float:
         """GPUs that are paid for, on average."""
-        extra = self.mean_workers - self.fleet.workers
-        return self.fleet.num_chips + extra * self.fleet.serving.num_chips
+        return self.fleet.num_chips + (self.mean_workers - self.fleet.workers) * self.fleet.serving.num_chips
 
     @property
     def regime(self) -> str:

@@ -13,7 +13,7 @@ matched in rate there, as if workers could be shared out in any ratio.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product, takewhile
@@ -298,7 +298,9 @@ def _settle(simulated: list[Choice], wanted: Wanted, most: Mapping[str, int]) ->
         simulated[simulated.index(best)] = longer
         if longer.holds or longer.load is None:
             return
-        simulated += _simulated([replace(best, fleet=_larger(best.fleet, longer.load))], wanted, most)
+        known = {one.fleet for one in simulated}
+        larger = replace(best, fleet=_larger(best.fleet, longer.load, known, most))
+        simulated += _simulated([larger], wanted, most, known)
 
 
 def _best(choices: Sequence[Choice]) -> Choice | None:
@@ -405,16 +407,17 @@ def _near(ranked: Sequence[Choice], most: Mapping[str, int]) -> Iterator[Choice]
         yield from (replace(choice, fleet=fleet) for fleet in fleets if _is_within(fleet, most))
 
 
-def _simulated(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]) -> Iterator[Choice]:
+def _simulated(
+    ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int], known: Iterable[Fleet] = ()
+) -> Iterator[Choice]:
     """Finalists under the load, while none that holds is cheaper; a worker more where one does not hold.
 
-    Where one holds, a worker less.
+    Where one holds, a worker less; between numbers that were tried, half of what lies there. What is `known`
+    is not simulated again.
     """
-    order, held, tried = count(), math.inf, set[Fleet]()
-    heap = [(one.rank[0], next(order), one) for one in ranked]
-    for _ in range(MAX_SIMULATIONS):
-        if not heap or wanted.requests is None:
-            return
+    order, held, tried = count(), math.inf, set(known)
+    heap, most_tried = [(one.rank[0], next(order), one) for one in ranked], len(tried) + MAX_SIMULATIONS
+    while heap and wanted.requests is not None and len(tried) < most_tried:
         cost, _, choice = heapq.heappop(heap)
         if cost > held:
             return
@@ -426,7 +429,8 @@ def _simulated(ranked: Sequence[Choice], wanted: Wanted, most: Mapping[str, int]
             continue
         yield found
         held = min(held, cost) if found.holds else held
-        for fleet in _smaller(choice.fleet) if found.holds else (_larger(choice.fleet, found.load),):
+        more = [] if found.holds else [_larger(choice.fleet, found.load, tried, most)]
+        for fleet in more or _smaller(choice.fleet, tried):
             other = replace(choice, fleet=fleet)
             heapq.heappush(heap, (other.rank[0], next(order), other))
 
@@ -461,18 +465,26 @@ def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
     return all(sum(cluster.num_chips * num for cluster, num in pools) <= most[chip] for chip, pools in used)
 
 
-def _smaller(fleet: Fleet) -> Iterator[Fleet]:
-    """A worker less, of either pool that has several."""
-    for name in ("workers", "prefill_workers"):
-        if (num := getattr(fleet, name)) > 1:
-            yield replace(fleet, **{name: num - 1})
+def _smaller(fleet: Fleet, tried: Iterable[Fleet] = ()) -> Iterator[Fleet]:
+    """Fewer workers, of either pool that has several."""
+    pools = ("workers", "prefill_workers")
+    yield from (_with_other(fleet, name, -1, tried) for name in pools if getattr(fleet, name) > 1)
 
 
-def _larger(fleet: Fleet, load: LoadResult) -> Fleet:
-    """A worker more: of the pool for which more of the requests that miss a limit waited longer."""
+def _larger(fleet: Fleet, load: LoadResult, tried: Iterable[Fleet], most: Mapping[str, int]) -> Fleet:
+    """An eighth more workers, where the clusters hold these, of the pool that more requests waited for."""
     served, limits = load.served, load.limits
     is_late, waits_s = served.ttft_s > limits.ttft_s, served.start_s - served.sent_s
     by_prompts = is_late & (waits_s >= served.placed_s)
     by_tokens = (served.token_s > limits.tpot_s) | (is_late & ~by_prompts)
     name = "prefill_workers" if fleet.prefill and by_prompts.mean() >= by_tokens.mean() else "workers"
-    return replace(fleet, **{name: getattr(fleet, name) + 1})
+    first, second = (_with_other(fleet, name, step, tried) for step in (getattr(fleet, name) // 8 or 1, 1))
+    return first if _is_within(first, most) else second
+
+
+def _with_other(fleet: Fleet, name: str, step: int, tried: Iterable[Fleet]) -> Fleet:
+    """`step` workers more of a pool, or half of those up to the nearest number that was `tried` there."""
+    num = getattr(fleet, name)
+    away = (getattr(one, name) - num for one in tried if replace(one, **{name: num}) == fleet)
+    far = min((abs(one) for one in away if one * step > 0), default=2 * abs(step)) // 2
+    return replace(fleet, **{name: num + (far if step > 0 else -far)})

@@ -261,8 +261,7 @@ def _rescue(text: bytes, event_type: Any) -> Any:
     text = _NOT_A_NUMBER.sub(b"null", text.decode("utf-8", "replace").encode())
 
     def escape(match: re.Match[bytes]) -> bytes:
-        inner = _LONE_QUOTE.sub(rb"\"", match.group(2))
-        return match.group(1) + _CONTROL.sub(b" ", inner) + match.group(3)
+        return match.group(1) + _CONTROL.sub(b" ", _LONE_QUOTE.sub(rb"\"", match.group(2))) + match.group(3)
 
     for candidate in (text, _STRING_VALUE.sub(escape, text)):
         with suppress(*_BROKEN):

@@ -398,8 +398,7 @@ def contradictions(summary: Summary, stated: Estimate) -> list[str]:
     shown = {"devices": " and ".join(sorted(devices)), "is_other": is_other, "is_known": any(sizes)}
     has_none, num_ranks = devices == {"CPUs"} and chip.vendor != MEASURED, max(len(sizes), *sizes)
     shown |= {"has_none": has_none, "num_ranks": num_ranks, "recorded": recorded, "trained": trained}
-    found = told("stated job", stated=stated, **shown)
-    return [*found, *_model(summary, stated)]
+    return [*told("stated job", stated=stated, **shown), *_model(summary, stated)]
 
 
 def reduces_all(summary: Summary) -> bool:

@@ -47,8 +47,7 @@ class Marks:
 
     def step(self, time_ns: Ints) -> Ints:
         """The number of the step at each time, -1 before the first."""
-        place = np.searchsorted(self.start_ns, time_ns, side="right") - 1
-        return np.append(self.number, -1)[place]
+        return np.append(self.number, -1)[np.searchsorted(self.start_ns, time_ns, side="right") - 1]
 
 
 @dataclass(frozen=True, slots=True)

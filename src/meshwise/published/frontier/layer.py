@@ -177,8 +177,7 @@ def gradient_reduction_s(
     inner_words, outer_words = all_reduce_words_by_level(weights, ranks, inner, pattern)
     memory_s = (inner_words + outer_words) * elem_bytes / (device.utilization * device.memory_bytes_per_s)
     inner_s = inner_words * elem_bytes / device.inner_bytes_per_s
-    outer_s = outer_words * elem_bytes / device.outer_bytes_per_s
-    return np.maximum(memory_s, inner_s + outer_s)
+    return np.maximum(memory_s, inner_s + (outer_words * elem_bytes / device.outer_bytes_per_s))
 
 
 def end_of_batch_s(device: Device, layer: LinearLayer) -> Num:

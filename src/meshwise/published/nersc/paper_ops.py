@@ -70,16 +70,12 @@ class PaperCut:
     mask_bytes: Num = 1.0
 
 
-def _total(of: tuple[float, float, float], rows: Num, width: Num) -> Num:
-    """So many times the elements, the rows, the width of a kernel."""
-    return of[0] * rows * width + of[1] * rows + of[2] * width
-
-
 def layer(cut: PaperCut) -> dict[str, list[PaperOp]]:
     """The tables `mlp` and `sa` of one layer."""
     names = asdict(cut) | {"s": cut.elem_bytes, "recomputes": cut.recompute, "kernels": _SHEET["kernels"]}
     del names["recompute"]  # of an op
-    names |= {"product": product_flop, "total": _total}
+    names["product"] = product_flop
+    names["total"] = lambda of, rows, width: of[0] * rows * width + of[1] * rows + of[2] * width
     names["summa_flop"] = lambda m, n, k, batch=1.0: matmul_flop(m, n, k, batch=batch)
     names |= formulas(_SHEET["sizes"], names)
     return {

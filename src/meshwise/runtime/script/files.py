@@ -157,8 +157,7 @@ class Files:
 
 def _name(file: Any) -> str | None:
     """The absolute path of a file; None of a stream."""
-    is_named = isinstance(file, (str, bytes, os.PathLike))
-    return os.path.realpath(os.fsdecode(file)) if is_named else None
+    return os.path.realpath(os.fsdecode(file)) if isinstance(file, (str, bytes, os.PathLike)) else None
 
 
 def _folder(storage: Any) -> Any:
