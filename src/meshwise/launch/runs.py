@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core import refusals
+from meshwise.core.columns import any_of
 from meshwise.core.errors import PlanError
 from meshwise.core.expressions import formulas
 from meshwise.launch.facts import Facts, derive, resharding, without_effect
@@ -59,17 +60,7 @@ def runs(frameworks: Iterable[str], model: Model, mesh: Mesh) -> Any:
     """Where one of the frameworks runs the training plans of `mesh`."""
     known = [name for name in frameworks if says_model(name, model, int(mesh.seq))]
     of = _counted(model, mesh)
-    return reduce(np.logical_or, (_runs(name, *of) for name in known), False)
-
-
-def _runs(framework: str, *of: Facts) -> Any:
-    reasons = []
-    for is_refused in _refused(framework, *of):
-        if np.all(is_refused):
-            return False
-        if np.any(is_refused):
-            reasons.append(is_refused)
-    return np.logical_not(reduce(np.logical_or, sorted(reasons, key=np.size), False))
+    return reduce(np.logical_or, (~any_of((np.False_, *_refused(name, *of))) for name in known), False)
 
 
 @lru_cache(maxsize=256)
@@ -80,12 +71,6 @@ def says_model(framework: str, model: Model, seq: int) -> bool:
     if not framework.startswith("megatron"):
         return model.diffusion is None
     return not unsaid(model) and not write_settings(framework, shape_of(model, seq))[1]
-
-
-def unsaid_keys(framework: str, keys: Facts, model: Model) -> list[str]:
-    """What a framework does not say of these keys of a plan, the others as usual; a sentence each."""
-    of_model: Facts = {"has_experts": model.moe is not None, "num_layers": model.num_layers}
-    return [*write_settings(framework, derive(DEFAULTS | keys | of_model))[1].values()]
 
 
 def refused(frameworks: Iterable[str], model: Model, mesh: Mesh) -> list[Any]:
@@ -100,6 +85,20 @@ def check(framework: str, facts: Facts) -> None:
     for is_refused, sentence in _broken(framework, facts):
         if is_refused:
             raise PlanError(f"{framework} refuses this plan: {sentence.format(**facts)}")
+
+
+def refusal(framework: str, model: Model, mesh: Mesh, keys: Facts) -> str:
+    """Why a framework runs no training plan of `mesh`: a check of its own that refuses all, or what it does
+    not say of the `keys` of one of them; "" where neither is so.
+    """
+    *_, counted = _counted(model, mesh)
+    first = {key: np.ravel(of)[0] if isinstance(of, np.ndarray) else of for key, of in counted.items()}
+    shown = {key: int(of) if isinstance(of, float) and of % 1 == 0 else of for key, of in first.items()}
+    of_model: Facts = {"has_experts": model.moe is not None, "num_layers": model.num_layers}
+    unsaid = write_settings(framework, derive(DEFAULTS | keys | of_model))[1].values()
+    broken = (text.format(**shown) for holds, text in _broken(framework, counted) if np.all(holds))
+    why = *map("refuses all plans: {}".format, broken), *map("does not say {}".format, unsaid)
+    return f"{framework} {why[0]}" if why else ""
 
 
 def _broken(framework: str, facts: Facts) -> Iterator[tuple[Any, str]]:
@@ -138,8 +137,7 @@ def _whole(setting: Setting) -> tuple[Any, ...] | None:
 
 
 def _is_none_of(value: Any, allowed: tuple[Any, ...]) -> Any:
-    found = (value == (0.0 if one is None else one) for one in allowed)
-    return np.logical_not(reduce(np.logical_or, found, False))
+    return ~any_of((np.False_, *(value == (0.0 if one is None else one) for one in allowed)))
 
 
 def _facts(model: Model, mesh: Mesh) -> Facts:

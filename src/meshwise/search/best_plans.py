@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import any_of, chosen_cells, distinct_columns, pareto_front
+from meshwise.core.numbers import largest
 from meshwise.core.units import Num, duration
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import TAIL, Cells, Grid, num_stated
@@ -257,8 +258,7 @@ def _fastest(number: int, times: Floats) -> NDArray[np.bool_]:
 
 def distinct(cells: Cells) -> NDArray[np.bool_]:
     """Which cells are plans that no other cell is in other words, along the axes in front of the rows."""
-    layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
-    most = np.max(np.stack(layers), axis=0)
+    most = largest(cost.stage.num_layers for cost in cells.step.stages)
     return np.broadcast_to(_distinct(cells.grid, cells.mesh, cells.broken, most), cells.shape)
 
 

@@ -25,13 +25,13 @@ from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.grid import NUMBER_KEYS, Grid, Refusals, grids
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
-from meshwise.launch.runs import refused, running, runs, says_model, unsaid_keys
+from meshwise.launch.runs import refusal, refused, running, runs, says_model
 from meshwise.launch.settings import SEARCHED, training_on
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import software_on
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import ANY, Plan, number_of, plan_text
+from meshwise.plan.mesh import Mesh, mesh_of
+from meshwise.plan.plan import ANY, Plan, number_of, numbers_of, plan_text
 from meshwise.plan.rules import resolve
 from meshwise.plan.workload import Workload
 from meshwise.search.basis import Basis, basis, complexity, simplest
@@ -62,6 +62,7 @@ activations can take more of a host's memory than it has."""
 
 _FSDP2 = "implementation", {"implementation": ("fsdp2",)}
 _OF_ALL = "optimizer", {"optimizer": ("adam-bf16",), "grad_dtype": ("bf16",)}
+_IN_CHUNKS = "loss_chunks", {"loss_chunks": (8,)}
 _BESIDE_ADAPTERS = "frozen_dtype", {"frozen_dtype": ("int4",)}
 """Fewer bits of the states of all weights, and of weights beside adapters, as people train on one card."""
 
@@ -252,6 +253,7 @@ def search(
     space, kept = asked.price_with_room(on_plans)
     best = (ranked := kept.ranked)[:top]
     no_fit = kept.considered > 0 and not best
+    looks_on = no_fit and with_changes and not kept.stopped
     chosen = tuple(map(space.estimate, best))
     runnable = None if kept.runnable is None else space.estimate(kept.runnable)
     near = [
@@ -271,7 +273,7 @@ def search(
         best=chosen,
         pareto=tuple(kept.near_front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
-        changes=tuple(spared.changes()) if no_fit and with_changes and not kept.stopped else (),
+        changes=tuple(spared.changes(space.estimate(kept.miss))) if looks_on and kept.miss else (),
         reason=STOPPED if kept.stopped and not best else "" if kept.considered else space.reason(),
         complete=not kept.stopped,
         weighed=weigh(chosen[0], kept.capacity_bytes, space.first_against) if assumptions and best else (),
@@ -404,8 +406,7 @@ class _Space:
         if not kept.ranked or kept.stopped or kept.feasible > FEW_FRAC * kept.priced:
             return None
         first = self.price().first
-        is_worth_it = first is not None and first.step_s < WORTH_FRAC * kept.ranked[0].step_s
-        return self.estimate(first) if first and is_worth_it else None
+        return self.estimate(first) if first and first.step_s < WORTH_FRAC * kept.ranked[0].step_s else None
 
     def first_against(self, adversity: Adversity) -> Found | None:
         """The first plan under this adversity."""
@@ -415,11 +416,18 @@ class _Space:
         """The first plan under this version of software."""
         return replace(self, stated={**self.stated, "software": (software,)}).price().first
 
-    def changes(self) -> Iterator[Change]:
-        """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips."""
+    def changes(self, nearest: Estimate) -> Iterator[Change]:
+        """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips.
+
+        Where most of the memory of the `nearest` plan is buffers, a loss in chunks too.
+        """
         fixed = [key for key, kept in self.stated.items() if ANY not in kept]
         tried = {key: {one: of for one, of in self.stated.items() if one != key} for key in fixed}
-        others = _FSDP2, _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL
+        others: list[tuple[str, Stated]] = [
+            _FSDP2,
+            _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL,
+        ]
+        others += [_IN_CHUNKS] * (2.0 * nearest.memory_bytes["buffers"] > nearest.memory_bytes["total"])
         tried |= {key: {**self.stated, **one} for key, one in others if self.stated.keys().isdisjoint(one)}
         for key, stated in tried.items():
             with suppress(PlanError):  # the framework does not have it
@@ -447,22 +455,22 @@ class _Space:
 
     def reason(self) -> str:
         """Why no combination is a plan: what the first stated one breaks whatever the other keys are."""
-        first = {key: values[0] for key, values in self.stated.items() if ANY not in values}
+        first, chips = {key: of[0] for key, of in self.values().items()}, self.cluster.num_chips
         workload = replace(self.workload, microbatch=first.pop("microbatch", 1))
         values = {key: some for key, some in self.values().items() if key in NUMBER_KEYS}
         axes = np.ix_(*([number_of(key, one) for one in some] for key, some in values.items()))
         try:
             self.cluster.chip.matrix_peak((plan := Plan(**first)).dtype)
-            resolve(self.model, plan, workload, self.cluster, **dict(zip(values, axes, strict=True)))
+            resolve(
+                self.model, plan, workload, self.cluster, **(free := dict(zip(values, axes, strict=True)))
+            )
         except MeshwiseError as error:
             return str(error)
-        if self.to and (unsaid := unsaid_keys(self.to, first, self.model)):
-            return f"{self.to} does not say {unsaid[0]}"
+        every = mesh_of(plan, workload, chips, numbers_of(plan) | free)
+        if self.to and (why := refusal(self.to, self.model, every, first)):
+            return why
         for_it = f" for {self.to}" if self.to else ""
-        return (
-            f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "
-            f"{workload.batch}{for_it}"
-        )
+        return f"no combination of degrees divides {chips} ranks and a batch of {workload.batch}{for_it}"
 
 
 def _drawn(grid: Grid, number: int, draw: np.random.Generator) -> Iterator[Found]:
