@@ -93,8 +93,7 @@ def self_time(trace: Trace) -> Ints:
 
 def spent_ns(trace: Trace) -> Ints:
     """What each event takes, of operators on a rank without a device without the events they enclose."""
-    own = self_time(trace)
-    return np.where(trace.has_device | (trace.kind != Kind.CPU_OP), trace.duration_ns, own)
+    return np.where(trace.has_device | (trace.kind != Kind.CPU_OP), trace.duration_ns, self_time(trace))
 
 
 def _launched(trace: Trace, parent: Ints, events: Ints) -> Ints:
