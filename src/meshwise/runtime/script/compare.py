@@ -1,7 +1,8 @@
 """A user's script against the closed form of the model and plan that it is said to train, module by module.
 
 The two name modules and kernels differently, so what is compared are totals of one step: FLOP of matmuls and
-attention by part of the model and phase, collectives by kind and group size, and bytes of the states.
+attention by part of the model and phase, collectives by kind and group size, and bytes of the states. What
+ranks tell each other in less than a token's bf16 activations (norms to clip by, a loss) is no part of a plan.
 """
 
 import re
@@ -21,21 +22,21 @@ Place = tuple[str, str, str, str]
 
 def compare_script(outcome: ScriptOutcome, estimate: Estimate) -> Comparison:
     """A row for each total; a part that one of the two does not have counts as zero."""
-    stated = _totals(estimate.rank_ledger(outcome.rank))
-    found = _totals(outcome.step_ledger)
+    of_token = 2.0 * estimate.model.hidden
+    ledgers = estimate.rank_ledger(outcome.rank), outcome.step_ledger
+    stated, found = (_totals(ledger, of_token) for ledger in ledgers)
     for name, label in _STATES.items():
         stated["states", label, "", "bytes"] = float(estimate.memory_bytes[name])
         found["states", label, "", "bytes"] = outcome.states_bytes.get(label, 0.0)
     places = sorted(place for place in stated.keys() | found.keys() if stated[place] or found[place])
-    rows = (Row(*place, "", {"estimate": stated[place], "script": found[place]}) for place in places)
-    return Comparison(tuple(rows))
+    return Comparison(tuple(Row(*at, "", {"estimate": stated[at], "script": found[at]}) for at in places))
 
 
-def _totals(ledger: Ledger) -> defaultdict[Place, float]:
-    """Sums of a step, by module (or axis size), op, phase and column."""
+def _totals(ledger: Ledger, least_bytes: float) -> defaultdict[Place, float]:
+    """Sums of a step, by module (or axis size), op, phase and column; of collectives that carry so much."""
     sums: defaultdict[Place, float] = defaultdict(float)
     for row in ledger.rows():
-        if row["collective"]:
+        if row["collective"] and row["payload_bytes"] >= least_bytes:
             place = (f"{row['group_size']} ranks", row["collective"], "")
             sums[*place, "count"] += row["count"]
             sums[*place, "payload_bytes"] += row["count"] * row["payload_bytes"]
