@@ -393,9 +393,9 @@ def _rl_steps(row: Row) -> tuple[dict[str, float], dict[str, float]]:
 
 def _phases(row: Row, solved: tuple[dict[str, float], ...] | None) -> Iterator[dict[str, Any]]:
     regime = {"kind": row.get("mode_kind", ""), "framework": row.get("software", "")}
+    at: Any = solved and (row["mode_kind"], find_chip(row["chip"]))
     for quantity, seen in measured_rl.measured(row).items():
         value, other = (found.get(quantity) for found in solved or ({}, {}))
-        at = row["mode_kind"], find_chip(row["chip"])
         near, far = (rl_interval(one, *at) if one else None for one in (value, other))
         yield {
             **{"quantity": quantity, "chip": row.get("chip", ""), "measured": seen, "predicted": value},
