@@ -13,7 +13,7 @@ def add(x, y, n):
 
 y = torch.zeros(8, device="cuda")
 add[(8,)](torch.ones(8, device="cuda"), y, 1)
-assert y[0].item() == 1 and not y.any()
+assert y[0].item() == 1 and y.any()  # unknown numbers are 1, in what is asked of them too
 
 
 @torch.library.triton_op("mine::add", mutates_args=())
