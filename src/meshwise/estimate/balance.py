@@ -90,7 +90,8 @@ def _with_faster_ends(found: StepCost, wants: Wants | None) -> StepCost:
     others_s = least_of_others_s(of.model, of.mesh, [part.total_s for part in of.by_part])
     least_s = bound.step_s(of.mesh, larger(added(bound.mean_s), others_s))
     is_open = least_s < worth_s
-    needed = least_needed(of.mesh, [(cost.stage, cost.memory) for cost in found.stages])
+    memories = [(cost.stage, cost.memory) for cost in found.stages]
+    needed = 0.0 if wants is None else least_needed(of.mesh, memories)
     if wants is not None:
         is_open = is_open & wants(of.mesh, least_s, needed)
     shape = np.shape(np.atleast_1d(worth_s))

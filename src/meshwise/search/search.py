@@ -423,10 +423,8 @@ class _Space:
         """
         fixed = [key for key, kept in self.stated.items() if ANY not in kept]
         tried = {key: {one: of for one, of in self.stated.items() if one != key} for key in fixed}
-        others: list[tuple[str, Stated]] = [
-            _FSDP2,
-            _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL,
-        ]
+        narrower = _BESIDE_ADAPTERS if "lora_rank" in self.stated else _OF_ALL
+        others: list[tuple[str, Stated]] = [_FSDP2, narrower]
         others += [_IN_CHUNKS] * (2.0 * nearest.memory_bytes["buffers"] > nearest.memory_bytes["total"])
         tried |= {key: {**self.stated, **one} for key, one in others if self.stated.keys().isdisjoint(one)}
         for key, stated in tried.items():

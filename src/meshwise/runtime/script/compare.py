@@ -22,9 +22,9 @@ Place = tuple[str, str, str, str]
 
 def compare_script(outcome: ScriptOutcome, estimate: Estimate) -> Comparison:
     """A row for each total; a part that one of the two does not have counts as zero."""
-    of_token = 2.0 * estimate.model.hidden
-    ledgers = estimate.rank_ledger(outcome.rank), outcome.step_ledger
-    stated, found = (_totals(ledger, of_token) for ledger in ledgers)
+    least_bytes = 2.0 * estimate.model.hidden
+    stated = _totals(estimate.rank_ledger(outcome.rank), least_bytes)
+    found = _totals(outcome.step_ledger, least_bytes)
     for name, label in _STATES.items():
         stated["states", label, "", "bytes"] = float(estimate.memory_bytes[name])
         found["states", label, "", "bytes"] = outcome.states_bytes.get(label, 0.0)
