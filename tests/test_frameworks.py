@@ -47,6 +47,13 @@ def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
     flop = sum(row["count"] * (row["flop"] or 0) for row in rows)
     assert flop == 6 * tokens * (layers * matmul + vocab * hidden)
     assert found.alive_at_peak["optimizer states"] == 8 * (layers * layer + rest) // ranks
+    model = replace(
+        mw.find_model("llama3-8b"), num_layers=layers, hidden=hidden, ffn_hidden=ffn, vocab=vocab,
+        num_heads=16, num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    plan = "zero=3,implementation=fsdp2,software=torch-2024-eager"
+    closed = mw.estimate(model, f"h100-80g-sxm:{ranks}", plan=plan, batch=ranks, seq=tokens)
+    assert found.time.step_s == pytest.approx(closed.step_s, rel=0.02 if ranks == 8 else 0.2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -70,6 +70,9 @@ def test_a_rank_of_a_large_world(meshwise: Any) -> None:
     assert total(rows, "flop", phase="recompute") == total(kept, "flop", phase="forward") > 0
     assert {f"blocks.{i}.mlp_down" for i in range(LAYERS)} <= {row["module"] for row in rows}
     assert document["peak"]["op"] and document["fits"]
+    assert document["step_s"] == pytest.approx(sum(document["time_s"].values()))
+    assert document["time_s"].keys() >= {"compute", "memory", "host", "comm_dp", "comm_tp"}
+    assert all(row["time_s"] > 0 for row in rows if row["collective"] or row["flop"])
     tensors = sum(one["bytes"] for one in document["alive_at_peak"])
     assert tensors <= document["tensors_peak_bytes"] < document["peak_bytes"]
 

@@ -890,12 +890,12 @@ def dry_run_script(
         command: The command and its words: `["python", "train.py", "--layers", "4"]`.
         ranks: Ranks in the world.
         rank: The rank to be.
-        device: A chip of the catalog, or a cluster's TOML file, whose allocator is replayed.
+        device: A chip in its usual nodes, or a cluster (a preset or TOML file), where the ranks lie.
         stdout: Where the program's output goes, as in `subprocess.run`.
 
     Returns:
-        What the rank did: ledger, collectives, the peak and what was alive then [bytes], and what was
-        assumed where the program asked for values.
+        What the rank did: ledger, collectives, the peak and what was alive then [bytes], how long its last
+        step takes, run op by op [s], and what was assumed where the program asked for values.
 
     Raises:
         MissingExtraError: torch is not installed.
@@ -929,7 +929,7 @@ def compare_script(
     from meshwise.runtime.script.start import dry_run_script as play
 
     on = estimate.cluster
-    outcome = play(command, ranks=on.num_chips, rank=rank, device=on.chip, stdout=stdout)
+    outcome = play(command, ranks=on.num_chips, rank=rank, device=on, stdout=stdout)
     return hold(outcome, estimate), outcome
 
 

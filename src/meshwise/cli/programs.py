@@ -206,7 +206,9 @@ def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> N
     from meshwise.report.programs import difference_parts
 
     document = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank} | found.to_json()
-    print_answer(document | {"peak_bytes": outcome.peak_bytes}, difference_parts(found), json=json)
+    seconds = {"estimate": estimate.step_s, "script": outcome.time.step_s if outcome.time else None}
+    document |= {"peak_bytes": outcome.peak_bytes, "step_s": seconds}
+    print_answer(document, difference_parts(found, seconds), json=json)
     if not found.agree:
         raise typer.Exit(1)
 

@@ -61,7 +61,8 @@ class Tape:
     `allocator` and `workspace_bytes` are what the machine adds to the tensors, `memory_bytes` what it has and
     `context_bytes` what the process takes of it before its first tensor; `measure` returns the bytes that a
     real device says are booked, now and at most. `is_partial`: a closed form states only some of the ops, and
-    not what is alive at each.
+    not what is alive at each. `launches`: of a recorder, the rows that each row begins after, and those that
+    the host has waited for before it.
     """
 
     origin: str
@@ -76,6 +77,7 @@ class Tape:
     live_bytes: float = 0.0
     peak_bytes: float = 0.0
     steps: list[Step] = field(default_factory=list)
+    launches: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _rows: list[dict[str, Any]] = field(default_factory=list)
     _sizes: dict[object, float] = field(default_factory=dict)
     _flop_since_step: float = 0.0
@@ -166,11 +168,30 @@ class Tape:
         found = self.memory_bytes, replay.peak_reserved_bytes or None, fits, replay.out_of_memory
         return dict(zip(VERDICT, found, strict=True))
 
+    @property
+    def num_rows(self) -> int:
+        """How many ops it has."""
+        return len(self._rows)
+
+    def launched(self, start: int, end: int) -> list[tuple[int, list[int], list[int]]]:
+        """The launches of the rows from `start` to `end`: each with its row in the ledger of these."""
+        keys = list(map(_identity, self._rows[start:end]))
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+
+        def inside(numbers: list[int]) -> list[int]:
+            return [number - start for number in numbers if number >= start]
+
+        found = []
+        for number, key in enumerate(keys, start):
+            after, waited = self.launches[number]
+            found.append((places[key], inside(after), inside(waited)))
+        return found
+
     def ledger(self) -> Ledger:
         """The rows so far; equal ones are one row with a count, in the order of their first."""
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self._rows:
-            key = tuple(row.get(name) for name in _MERGED_BY)
+            key = _identity(row)
             first = merged.setdefault(key, row | {"count": 0, "origin": self.origin, "rank": self.rank})
             first["count"] += row["count"]
             for name in ("live_bytes", "peak_bytes"):
@@ -188,6 +209,11 @@ class Tape:
         beyond = {"cublas_workspace": workspace_bytes, "allocator_rounding": rounding_bytes}
         rank = {"origin": self.origin, "rank": self.rank, "module": "machine", "phase": "step"}
         return [{**rank, "op": op, "peak_bytes": size_bytes} for op, size_bytes in beyond.items()]
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows have in common that are one row of a ledger."""
+    return tuple(row.get(name) for name in _MERGED_BY)
 
 
 def booked_by(chip: Chip) -> dict[str, Any]:

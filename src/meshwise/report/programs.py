@@ -67,12 +67,29 @@ def script_parts(outcome: ScriptOutcome) -> Iterator[Section]:
     if exchanged := outcome.collectives():
         yield records_table(f"Collectives of {step}", exchanged, TABLES["exchanged"])
     yield f"matmuls and attention of {step}: {with_prefix(outcome.step_ledger.total('flop'), 'FLOP')}"
+    yield from _time(outcome, step)
     if outcome.guesses:
         yield records_table("What a fake rank cannot know", outcome.guesses, TABLES["guesses"])
 
 
-def difference_parts(comparison: Comparison) -> Iterator[Section]:
-    """All totals of a step, and by how much a script's differ from the closed form's."""
+def _time(outcome: ScriptOutcome, step: str) -> Iterator[Section]:
+    """How long the last step takes, and on what the time goes."""
+    if (time := outcome.time) is None:
+        yield from [f"no time: {outcome.untimed}"] * bool(outcome.untimed)
+        return
+    low, high = map(duration, time.interval)
+    yield f"{step}, run op by op: {duration(time.step_s)} ({low} to {high} in 8 of 10 cases)"
+    shares = [
+        (name, duration(part_s), f"{part_s / time.step_s:.1%}")
+        for name, part_s in time.parts_s.items()
+        if part_s
+    ]
+    yield Table(f"Time of {step}", ("part", "time", "share"), shares)
+    yield from time.notes
+
+
+def difference_parts(comparison: Comparison, step_s: Mapping[str, float | None]) -> Iterator[Section]:
+    """All totals of a step, and by how much a script's differ from the closed form's; how long each takes."""
     rows = []
     for row in comparison.rows:
         stated, found = row.values["estimate"] or 0.0, row.values["script"] or 0.0
@@ -81,6 +98,8 @@ def difference_parts(comparison: Comparison) -> Iterator[Section]:
     columns = ("module", "op", "phase", "column", "estimate", "script", "differs")
     yield Table("A step of one rank", columns, rows, left=columns[:4])
     yield f"{len(comparison.differences())} of {len(rows)} numbers differ"
+    times = [f"{duration(each_s)} ({name})" for name, each_s in step_s.items() if each_s]
+    yield f"a step takes {', '.join(times)}; the script is run op by op"
 
 
 def comparison_parts(result: Comparison) -> Iterator[Section]:

@@ -75,8 +75,8 @@ def _register_fake_device() -> None:
         leave_whole("PrivateUse1")
     module = getattr(torch, FAKE_DEVICE)
     module.Stream = module.Event = Stream
-    module.stream = lambda stream: stream if stream is not None else Stream()
-    module.current_stream = lambda *_: Stream()
+    module.stream = lambda stream: stream if stream is not None else Stream.current()
+    module.current_stream = Stream.current
     module.synchronize = lambda *_: None
     module.get_rng_state = module.set_rng_state = lambda *_: None  # so do pipelines
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # checkpointing asks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,16 +43,81 @@ class DeviceFakes(FakeTensorMode):
 
 
 class Stream:
-    """A stream or an event: everything happens at once."""
+    """A stream of a device, or an event on one, on which everything happens at once.
+
+    Ops that are launched have numbers. What is launched next on a stream starts when those in `after` have
+    ended; an event is passed when those have ended that were in `after` of its stream when it was recorded.
+    """
+
+    _entered: ClassVar[list[Stream]] = []
+    _known: ClassVar[weakref.WeakSet[Stream]] = weakref.WeakSet()
+    _host_after: ClassVar[set[int]] = set()
+    """What the host has waited for since the last launch."""
 
     def __init__(self, *_: Any, **how: Any) -> None:
         self.device = how.get("device")
         self.device_index = self.cuda_stream = self.cuda_event = self.stream_id = self.priority = 0
         self.device_type = 1
+        self.after: set[int] = set()
+        self._known.add(self)
+
+    @classmethod
+    def begin(cls) -> None:
+        """A program begins: nothing was launched."""
+        cls._entered[:] = [Stream()]
+        cls._host_after.clear()
+
+    @classmethod
+    def default(cls, *_: Any) -> Stream:
+        """The stream in which a program works that names none."""
+        return cls._entered[0]
+
+    @classmethod
+    def current(cls, *_: Any) -> Stream:
+        """The stream in which the program works now."""
+        return cls._entered[-1]
+
+    @classmethod
+    def set_current(cls, stream: Stream) -> None:
+        """From now on the program works in `stream`."""
+        cls._entered[-1:] = [stream]
+
+    @classmethod
+    def synchronize_all(cls, *_: Any) -> None:
+        """The host waits for all that was launched."""
+        for stream in cls._known:
+            stream.synchronize()
+
+    def launched(self, number: int) -> tuple[list[int], list[int]]:
+        """Op `number` is launched here: what it starts after, and what the host has waited for before."""
+        before, self.after = sorted(self.after), {number}
+        waited = sorted(self._host_after)
+        self._host_after.clear()
+        return before, waited
+
+    def synchronize(self) -> None:
+        """The host waits for what was launched here."""
+        self._host_after.update(self.after)
+
+    def wait_event(self, other: Stream) -> None:
+        """What comes next waits for an event, or for all that was launched on another stream."""
+        self.after |= other.after
+
+    wait_stream = wait_event
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Of an event: what comes next on `stream` waits for it."""
+        (stream or self.current()).wait_event(self)
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Of an event: it stands for what was launched on `stream` so far."""
+        self.after = {*(stream or self.current()).after}
 
     def record_event(self, event: Any = None) -> Any:
-        """The event itself, passed."""
-        return event or Stream()
+        """The event, or a new one, which stands for what was launched so far."""
+        event = event or DeviceEvent()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         """All is done."""
@@ -65,13 +131,12 @@ class Stream:
         """A millisecond, since no time passes."""
         return 1.0
 
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
-
-    wait = wait_event = wait_stream = record = synchronize = _nothing
-    __exit__ = _nothing
-
     def __enter__(self) -> Stream:
+        self._entered.append(self)
         return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._entered.pop()
 
 
 class DeviceEvent(Stream):

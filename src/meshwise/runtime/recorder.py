@@ -22,7 +22,7 @@ import re
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Step, Tape
 from meshwise.runtime import torch_private as private
-from meshwise.runtime.fakes import DeviceFakes
+from meshwise.runtime.fakes import DeviceFakes, Stream
 
 aten = torch.ops.aten
 
@@ -56,6 +56,9 @@ _DEVICE = torch.ops.prim.device.default
 _NO_WORK = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "wait_tensor")
 )
+
+_READ_BACK = ("_local_scalar_dense", "equal", "_to_copy")
+"""Ops that bring values to the host, which waits for them, where no result of theirs is on the device."""
 
 _COLLECTIVES = {kind.replace("_", ""): kind for kind in sorted(COLLECTIVES, key=len, reverse=True)}
 """Kinds by how torch's names of them begin, without the underscores."""
@@ -85,6 +88,9 @@ class OpRecorder(private.TorchDispatchMode):
         self._phases: list[str] = []
         self._setups: list[str] = []
         self._axes: dict[str, str] = {}
+        self.strides: dict[str, int] = {}  # by axis, how far apart its ranks are
+        self._exchanges: defaultdict[str, Stream] = defaultdict(Stream)  # of each group, its collectives
+        self._arriving: dict[int, int] = {}  # storage -> the collective that nobody has waited for yet
         self._live: dict[int, weakref.finalize] = {}
         self._seen: set[int] = set()  # storages on the device; those of fakes say that they lie on meta
         self._weights: set[int] = set()
@@ -121,9 +127,10 @@ class OpRecorder(private.TorchDispatchMode):
         storages = [own_part(tensor).untyped_storage() for tensor in tensors]
         self._weights.update(storage._cdata for storage in storages if storage.nbytes())
 
-    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
-        """Collectives of `group` run along the mesh axis `axis`."""
+    def name_axis(self, group: dist.ProcessGroup, axis: str, members: Sequence[int] = ()) -> None:
+        """Collectives of `group` run along the mesh axis `axis`, of these ranks; of none: side by side."""
         self._axes[group.group_name] = axis
+        self.strides[axis] = abs(members[1] - members[0]) if len(members) > 1 else 1
 
     def hold(self, tensor: torch.Tensor, holder: object) -> None:
         """`tensor` is kept for the backward for as long as `holder` is there."""
@@ -152,6 +159,7 @@ class OpRecorder(private.TorchDispatchMode):
         return False  # torch would wrap each call of `__torch_dispatch__`
 
     def __enter__(self) -> OpRecorder:
+        Stream.begin()
         resize, infer = Storage.resize_, private.ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
@@ -208,6 +216,8 @@ class OpRecorder(private.TorchDispatchMode):
             self._seen.add(storage._cdata)
             if storage._cdata not in self._live:
                 self._allocate(storage, storage.nbytes())
+        if inputs and not outputs and func._opname in _READ_BACK and not kwargs.get("non_blocking"):
+            self._waiting(inputs).synchronize()
         if self._setups or func._opname in _NO_WORK:
             return result
         if kind is not None:
@@ -220,6 +230,8 @@ class OpRecorder(private.TorchDispatchMode):
         if self._is_timed:
             row["time_s"] = elapsed_s
         self._write(row, written)
+        group = group_of(args).group_name if kind is not None and _is_async(func, args, kwargs) else None
+        self._launch([*inputs, *written], written, group)
         return result
 
     def _recorded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -276,6 +288,24 @@ class OpRecorder(private.TorchDispatchMode):
             self._rows[number].append(row)
         return row
 
+    def _launch(self, touched: list[torch.Tensor], written: list[torch.Tensor], group: str | None) -> None:
+        """Put on the tape what the op of the last row begins after.
+
+        `group`: it is a collective beside its stream, and is waited for where a result of it is touched.
+        """
+        number, stream = self.tape.num_rows - 1, self._waiting(touched)
+        if group is not None:
+            self._exchanges[group].wait_stream(stream)
+            stream = self._exchanges[group]
+            self._arriving |= {tensor.untyped_storage()._cdata: number for tensor in written}
+        self.tape.launches[number] = stream.launched(number)
+
+    def _waiting(self, touched: list[torch.Tensor]) -> Stream:
+        """The stream in which the program works, which waits for all that arrives in these tensors."""
+        stream, keys = Stream.current(), {tensor.untyped_storage()._cdata for tensor in touched}
+        stream.after.update(self._arriving.pop(key) for key in keys & self._arriving.keys())
+        return stream
+
     def _place(self, op: str) -> dict[str, Any]:
         """The names of an op that runs now."""
         node = private.current_autograd_node()
@@ -307,6 +337,7 @@ class OpRecorder(private.TorchDispatchMode):
             self.tape.release(key)
         self._weights.discard(key)
         self._saved.discard(key)
+        self._arriving.pop(key, None)
 
     def _resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """FSDP frees and refills its unsharded parameters by resizing their storages."""
@@ -428,6 +459,12 @@ def collective_of(func: Any, args: Any) -> Collective | None:
     if name in ("gather", "scatter"):
         return "send" if bool(args[name == "scatter"]) == (name == "scatter") else "recv"
     return next((kind for begin, kind in _COLLECTIVES.items() if name.startswith(begin)), None)
+
+
+def _is_async(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a collective runs beside the stream that launches it, until somebody waits."""
+    named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+    return bool(named.get("async_op", True))
 
 
 def given_and_made(namespace: str, args: Any, result: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ is struck off the list of timers, so that the reducer has none, as where torch w
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -127,8 +128,13 @@ def supply_cuda_module(tape: ScriptTape, chip: Chip, devices: int, mode: ScriptM
         "device_counts": _always(devices),
         "current_devices": lambda *_: mode.device.index,
         "set_devices": mode.set_device,
+        "synchronizing": Stream.synchronize_all,
         "streams": Stream,
-        "given": lambda given, *_, **__: given or Stream(),
+        "current_streams": Stream.current,
+        "default_streams": Stream.default,
+        "set_streams": Stream.set_current,
+        "contexts": lambda *_, **__: nullcontext(),
+        "given": lambda given, *_, **__: given or Stream.current(),
         "events": DeviceEvent,
         "graphs": type("CUDAGraph", (Silent,), {"replay": lambda _: mode.guesses.add(*_REPLAY)}),
     }

@@ -151,7 +151,7 @@ def supply_process_groups(
         group, store = make_group(size, place, among, devices, fake_store(), name, **how)
         if isinstance(group, dist.ProcessGroup):
             set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
-            recorder.name_axis(group, _axis(how.get("group_desc"), among))
+            recorder.name_axis(group, _axis(how.get("group_desc"), among), sorted(among))
         return group, store
 
     c10d._new_process_group_helper = new_group

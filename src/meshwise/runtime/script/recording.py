@@ -96,6 +96,7 @@ class ScriptTape(Tape):
             "num_steps": len(self.step_ends),
             "ledger": self.ledger().to_json(),
             "step_ledger": last_step.ledger().to_json(),
+            "launches": self.launched(start, end),
         }
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwise.core.each import ended_how
-from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
+from meshwise.core.errors import ClusterError, MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.refusals import refuse
-from meshwise.machine.hardware import Chip, find_device
+from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.program.tape import VERDICT
 from meshwise.runtime.profile import hooked, run_command
+from meshwise.runtime.step_time import StepTime, step_time
 
 OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
@@ -40,7 +41,8 @@ class ScriptError(MeshwiseError):
 class ScriptOutcome(Shown):
     """One rank of a user's program. `ledger` is the whole program, `step_ledger` its last whole step.
 
-    Whether it fits: `meshwise.program.tape.VERDICT`.
+    Whether it fits: `meshwise.program.tape.VERDICT`. `time` is that of its last whole step; None where there
+    is none, or the chip has no units for a dtype, as `untimed` says.
     """
 
     program: str
@@ -60,6 +62,8 @@ class ScriptOutcome(Shown):
     ledger: Ledger
     step_ledger: Ledger
     guesses: list[dict[str, Any]]
+    time: StepTime | None
+    untimed: str
     rows_in: ClassVar[str] = "step_ledger"
 
     def collectives(self) -> list[dict[str, Any]]:
@@ -81,17 +85,22 @@ class ScriptOutcome(Shown):
             "peak": {name: self.peak_row.get(name) for name in ("module", "op", "phase", "shape")},
             "alive_at_peak": [{"what": what, "bytes": size} for what, size in self.alive_at_peak.items()],
             "collectives": self.collectives(),
+            "step_s": self.time and self.time.step_s,
+            "step_s_interval": self.time and self.time.interval.to_json(),
+            "time_s": self.time and self.time.parts_s,
+            "notes": [*(self.time.notes if self.time else ())],
             "ledger": self.ledger.to_json(),
             "step_ledger": self.step_ledger.to_json(),
         }
 
 
 def dry_run_script(
-    command: Sequence[str], *, ranks: int, rank: int = 0, device: str | Chip, stdout: Any = None
+    command: Sequence[str], *, ranks: int, rank: int = 0, device: str | Cluster, stdout: Any = None
 ) -> ScriptOutcome:
-    """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
+    """Run `command` as rank `rank` of `ranks` on a chip or a cluster; ScriptError where it fails."""
     refuse("rank of a script", PlanError, device=device, rank=rank, ranks=ranks, last=ranks - 1, argv=command)
-    chip, text = device if isinstance(device, Chip) else find_device(device), shlex.join(command)
+    cluster = device if isinstance(device, Cluster) else find_cluster(f"{device}:{ranks}")
+    chip, text = cluster.chip, shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
         # torch's stand-in for CUDA, made for fakes, knows eight devices of a host
         devices = int(min(chip.levels[0].ranks, ranks, 8)) if chip.levels else 1
@@ -110,6 +119,14 @@ def dry_run_script(
     refuse("script", ScriptError, command=text, report=report, **ended)
     del report["failure"]
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
+    report |= {"time": None, "untimed": ""}
+    how = {name: report.pop(name) for name in ("launches", "strides", "fp32")}
+    if report["num_steps"]:
+        try:
+            report["time"] = step_time(report["step_ledger"], cluster=cluster, **how)
+            report["step_ledger"] = report["time"].ledger
+        except ClusterError as error:
+            report["untimed"] = str(error)
     return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=chip.name, **report)
 
 

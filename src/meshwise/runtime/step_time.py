@@ -1,0 +1,167 @@
+"""How long a recorded step takes: its ops, priced as `estimate` prices ops, played out on their streams.
+
+The host launches one op after the other, each in the time that it takes in compiled PyTorch, and waits where
+the program asks for a value. An op begins when it is launched, and the ops before it on its stream and those
+that the stream waits for have ended; a collective that is not waited for at once runs beside its stream until
+a result of it is touched. Matmuls, attention and collectives take what they take in `estimate`, all other ops
+the time to read and write their tensors, of look-ups what they find.
+
+Other ranks do the same at the same time: what a stage of a pipeline waits for is there at once.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.compare import OPS_BY_DIMS
+from meshwise.core.ledger import Ledger
+from meshwise.cost.op import Cost, flash_attention, flash_attention_backward
+from meshwise.estimate.intervals import UNMEASURED, Interval, far_chip, spreads
+from meshwise.estimate.timing import machine, op_times
+from meshwise.machine.hardware import Cluster
+from meshwise.machine.overheads import Overheads, find_overheads
+from meshwise.program.op import Op
+from meshwise.trace.intervals import NO_SPANS, difference, joined, length, merged, shares
+
+SOFTWARE = "torch-2024"
+"""Whose attention and whose cost of a launch a program has that is run op by op."""
+_LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward")
+_NS = 1e9
+
+_NOTE = (
+    "messages of other ranks are there at once: what stages of a pipeline wait for each other is not in it"
+)
+
+Launch = tuple[int, Sequence[int], Sequence[int]]
+"""A row of the ledger, the launches that it begins after, and those that the host has waited for before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTime:
+    """Seconds of a step, and their parts, which sum to it; `ledger` is the step's with its times.
+
+    `notes`: what is not in it.
+    """
+
+    step_s: float
+    interval: Interval
+    parts_s: dict[str, float]
+    ledger: Ledger
+    notes: tuple[str, ...]
+
+
+def step_time(
+    ledger: Ledger, launches: Sequence[Launch], cluster: Cluster, *, strides: Mapping[str, float], fp32: str
+) -> StepTime:
+    """What the `launches` of a step, whose rows are in `ledger`, take on `cluster`.
+
+    `strides`: how far apart the ranks of each axis are; `fp32`: the dtype that matmuls of fp32 run in.
+    Raises ClusterError for a dtype that the chip has no units for.
+    """
+    rows = [*ledger.rows()]
+    overheads = replace(find_overheads(cluster.chip, SOFTWARE), kernel_passes=1.0)
+    ops = [_op(row, strides, fp32) for row in rows]
+    row_ns = np.rint(_NS * np.array(_seconds(ops, cluster, overheads))).astype(np.int64)
+    of = np.array([row for row, *_ in launches], dtype=np.intp)
+    start, end, launched_ns = _played(launches, row_ns.tolist(), round(_NS * overheads.host_s))
+    kinds = np.array([_kind(op) for op in ops])[of]
+    parts_ns: dict[str, float] = {}
+    covered = NO_SPANS
+    for kind in ("compute", "memory", "optimizer"):
+        spans = difference(merged(start[kinds == kind], end[kinds == kind]), covered)
+        parts_ns[kind], covered = length(spans), joined(covered, spans)
+    is_sent = kinds == "communication"
+    exposed_ns = np.zeros(len(of))
+    sent = merged(start[is_sent], end[is_sent])
+    exposed_ns[is_sent] = shares(start[is_sent], end[is_sent], difference(sent, covered))
+    idle_ns = max(launched_ns, *end.tolist()) - length(joined(covered, sent))
+    # what hides takes cores and bandwidth from what it hides behind
+    hidden_ns = np.where(is_sent, (end - start) - exposed_ns, 0.0)
+    lost_ns = np.bincount(of, exposed_ns + overheads.interference_frac * hidden_ns, len(rows))
+    axes = ledger["axis"]
+    parts_ns |= {f"comm_{axis}": lost_ns[axes == axis].sum() for axis in dict.fromkeys(axes[axes != ""])}
+    parts_ns["host"] = idle_ns
+    parts_ns["stragglers"] = sum(parts_ns.values()) * overheads.straggler_frac * math.log2(cluster.num_chips)
+    parts_s = {name: float(each_ns) / _NS for name, each_ns in parts_ns.items()}
+    lost_s = np.where(axes != "", lost_ns / np.maximum(np.bincount(of, minlength=len(rows)), 1) / _NS, np.nan)
+    step_s = sum(parts_s.values())
+    timed = Ledger(ledger.columns | {"time_s": row_ns / _NS, "exposed_s": lost_s})
+    notes = (_NOTE,) if {"send", "recv"} & {*ledger["collective"]} else ()
+    return StepTime(step_s, _interval(step_s, cluster), parts_s, timed, notes)
+
+
+def _op(row: Mapping[str, Any], strides: Mapping[str, float], fp32: str) -> Op:
+    """A recorded row as an op that is priced."""
+    place = {name: row[name] for name in ("module", "phase", "dtype")} | {"name": row["op"]}
+    if row["collective"]:
+        sent = {name: row[name] for name in ("collective", "axis", "group_size", "payload_bytes")}
+        return Op(kind="collective", stride=strides.get(row["axis"], 1.0), **sent, **place)
+    flop, read_bytes, write_bytes = (row[name] or 0.0 for name in ("flop", "read_bytes", "write_bytes"))
+    if row["op"] in _LOOK_UPS:
+        read_bytes = min(read_bytes, write_bytes)
+    shape = tuple(map(float, filter(None, row["shape"].split("x"))))
+    kind = OPS_BY_DIMS.get(len(shape), "kernel") if flop else "kernel"
+    if flop and (kind == "kernel" or (kind == "matmul" and flop != 2.0 * math.prod(shape))):
+        width = shape[1] if len(shape) > 1 else 1.0  # of a convolution: its channels
+        kind, rows = "matmul", math.prod(shape) / width
+        shape = (1.0, rows, width, flop / (2.0 * rows * width))
+    if kind == "attention":
+        is_backward = "backward" in row["op"]
+        place |= {
+            "phase": "backward" if is_backward else "forward",
+            "causal": flop < _unmasked(shape, is_backward),
+        }
+    if kind != "kernel" and row["dtype"] == "fp32":
+        place["dtype"] = fp32
+    return Op(kind=kind, shape=shape, cost=Cost(flop, read_bytes, write_bytes), **place)
+
+
+def _unmasked(shape: tuple[float, ...], is_backward: bool) -> float:
+    """FLOP of an attention in which each query sees all keys."""
+    batch, *sizes = shape
+    work = flash_attention_backward if is_backward else flash_attention
+    return float(work(shape[3] * shape[4], *sizes, batch=batch, elem_bytes=0.0).flop)
+
+
+def _kind(op: Op) -> str:
+    """What a moment is spent on in which nothing but such ops runs."""
+    if op.kind == "collective":
+        return "communication"
+    if op.kind != "kernel":
+        return "compute"
+    return "optimizer" if op.phase == "optimizer" else "memory"
+
+
+def _seconds(ops: Sequence[Op], cluster: Cluster, overheads: Overheads) -> list[float]:
+    """Of each op, on the machine of its dtype; one that only moves bytes does so at any."""
+    chip, seconds = cluster.chip, [0.0] * len(ops)
+    dtypes = [op.dtype if op.kind in OPS_BY_DIMS.values() else chip.training_dtype for op in ops]
+    for dtype in {*dtypes}:
+        chosen = [number for number, one in enumerate(dtypes) if one == dtype]
+        on = machine(cluster, dtype, overheads=overheads, job=cluster.num_chips)
+        for number, each_s in zip(chosen, op_times([ops[number] for number in chosen], on), strict=True):
+            seconds[number] = float(each_s)
+    return seconds
+
+
+def _played(launches: Sequence[Launch], row_ns: Sequence[int], host_ns: int) -> tuple[Any, Any, int]:
+    """When each launch begins and ends, and when the last one was launched."""
+    starts, ends, now = [], list[int](), 0
+    for row, after, waited in launches:
+        now = max([now, *map(ends.__getitem__, waited)]) + host_ns
+        starts.append(max([now, *map(ends.__getitem__, after)]))
+        ends.append(starts[-1] + row_ns[row])
+    return np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64), now
+
+
+def _interval(step_s: float, cluster: Cluster) -> Interval:
+    """As wide as that of the kind of training that is predicted worst: no script was measured."""
+    table = spreads()
+    known = [spread for name, spread in table.step_s.items() if not name.startswith(UNMEASURED)]
+    measured = [name.removeprefix("on ") for name in table.measured["step_s"]["chip"]]
+    widest = max(known, key=lambda spread: spread.p90)
+    far = far_chip(cluster.chip, measured)
+    return widest.around(step_s, "runs of training, no dry run among them,", "source", far)
