@@ -89,6 +89,10 @@ class OpRecorder(private.TorchDispatchMode):
         self._setups: list[str] = []
         self._axes: dict[str, str] = {}
         self.strides: dict[str, int] = {}  # by axis, how far apart its ranks are
+        self._shown_frac: float | None = None
+        self._shown: dict[
+            int, float
+        ] = {}  # storage of what an attention under a mask has made -> share of pairs
         self._exchanges: defaultdict[str, Stream] = defaultdict(Stream)  # of each group, its collectives
         self._arriving: dict[int, int] = {}  # storage -> the collective that nobody has waited for yet
         self._live: dict[int, weakref.finalize] = {}
@@ -121,6 +125,13 @@ class OpRecorder(private.TorchDispatchMode):
     def setup(self) -> AbstractContextManager[None]:
         """Tensors made inside are alive and counted; ops inside write no rows (inputs, weights, checks)."""
         return _pushed(self._setups, "setup")
+
+    @contextmanager
+    def showing(self, shown_frac: float | None) -> Iterator[None]:
+        """Attention inside, and its backward, is of that share of all query-key pairs (None: as it says)."""
+        self._shown_frac = shown_frac
+        yield
+        self._shown_frac = None
 
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
@@ -243,7 +254,11 @@ class OpRecorder(private.TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], written: list[Any]
     ) -> dict[str, Any]:
         named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
-        shape, flop = _work(func, named, args, kwargs, result)
+        if self._shown_frac is not None:
+            self._shown[written[0].untyped_storage()._cdata] = self._shown_frac
+        outs = [*written, *tensors_in(named.get("out"))]  # a backward reads that of its forward
+        shown = [self._shown[key] for one in outs if (key := one.untyped_storage()._cdata) in self._shown]
+        shape, flop = _work(func, named | {"shown_frac": shown[-1]} if shown else named, args, kwargs, result)
         weights = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._weights]
         computed_in = (inputs if func._opname == "_scaled_mm" else written)[0]
         return {
@@ -338,6 +353,7 @@ class OpRecorder(private.TorchDispatchMode):
         self._weights.discard(key)
         self._saved.discard(key)
         self._arriving.pop(key, None)
+        self._shown.pop(key, None)
 
     def _resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """FSDP frees and refills its unsharded parameters by resizing their storages."""
@@ -404,7 +420,9 @@ def _attention_work(named: Mapping[str, Any], *, is_backward: bool) -> tuple[Any
     batch, heads, seq_q, qk_dim = query.shape
     kv_heads, seq_k, v_dim = key.shape[1], key.shape[2], value.shape[3]
     is_causal = bool(named.get("is_causal", False))
-    if "cu_seq_q" in named:
+    if "shown_frac" in named:
+        pairs = named["shown_frac"] * seq_q * seq_k
+    elif "cu_seq_q" in named:
         pairs = _packed_pairs(named)
     else:  # queries that are not the last of the sequence say which they are: begin, end, begin, end, ...
         spans = numpy.reshape(named.get("query_spans") or [seq_k - seq_q, seq_k], (-1, 2))

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 dist.init_process_group("nccl")
@@ -32,3 +32,7 @@ for ends in torch.tensor([0, 16, 64], device="cuda"), torch.randint(64, (3,), de
     varlen_attn(q, q, q, ends.int(), ends.int(), 64, 64, window_size=(-1, 0)).sum().backward()
 query, value = (torch.ones(1, 2, 64, n, device="cuda") for n in (32, 16))
 assert flex_attention(query, query, value).shape == value.shape
+ids = torch.arange(64, device="cuda") // 16
+mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 8) & (ids[i] == ids[j]), None, None, 64, 64)
+query = torch.ones(1, 2, 64, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+flex_attention(query, query, query, block_mask=mask).sum().backward()

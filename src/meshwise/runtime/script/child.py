@@ -59,7 +59,7 @@ def install(settings: dict[str, Any]) -> None:
     supply_cuda_module(tape, chip, devices, mode)
     mode.set_device(mode.device)
     supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
-    supply_tensors(guesses)
+    supply_tensors(guesses, recorder)
     Files(rank, guesses).supply()
     _supply_launchers(settings, device)
     fsdp_param._chunk_with_empty = Parts

@@ -5,6 +5,7 @@ runs the fused kernel that CUDA would choose, and `torch.compile` is off.
 """
 
 import copyreg
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn.attention import SDPBackend
 
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import leave_whole
-from meshwise.runtime.script.values import Guesses, forget, guess_of, shadow_of
+from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.script.values import SHADOW_ELEMENTS, Guesses, forget, guess_of, shadow_of
 from meshwise.runtime.when_imported import when_imported
 
 aten, FakeTensor = torch.ops.aten, private.FakeTensor
@@ -23,7 +25,7 @@ _MAX_FLASH_HEAD = 256
 _FIRST_ADDRESS, _ALIGNMENT = 1 << 44, 512
 
 
-def supply_tensors(guesses: Guesses) -> None:
+def supply_tensors(guesses: Guesses, recorder: OpRecorder) -> None:
     """Replace methods that a fake tensor does not have."""
     tensor: Any = torch.Tensor
     data = tensor.data
@@ -56,7 +58,7 @@ def supply_tensors(guesses: Guesses) -> None:
     for kinds in (private.optimizer_foreach_types, private.foreach_types):
         kinds.append(FakeTensor)  # `foreach` is the default on CUDA
     _supply_addresses()
-    _supply_attention(guesses)
+    _supply_attention(guesses, recorder)
     _supply_triton(guesses)
     when_imported("transformers.utils.import_utils", _read_known_masks)
     for name, shapes in _BATCH_NORM.items():
@@ -144,7 +146,7 @@ def _uncompiled(function: Any = None, **_: Any) -> Any:
     return function if function is not None else _uncompiled
 
 
-def _supply_attention(guesses: Guesses) -> None:
+def _supply_attention(guesses: Guesses, recorder: OpRecorder) -> None:
     """Attention as CUDA does it: flash, else memory-efficient, else cuDNN, else torch's ops one by one."""
 
     def flex(
@@ -152,14 +154,24 @@ def _supply_attention(guesses: Guesses) -> None:
         scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
         kernel_options: Any = None, *, return_aux: Any = None,
     ) -> Any:  # fmt: skip
-        guesses.add("the mask of flex_attention", "causal" if block_mask is not None else "none")
-        out, lse = _flash(query, key, value, 0.0, block_mask is not None, scale)
+        shown_frac = getattr(block_mask, "shown_frac", None)
+        is_guessed = block_mask is not None and shown_frac is None
+        if is_guessed or score_mod is not None:
+            guesses.add("the mask of flex_attention", "causal" if is_guessed else "its block_mask alone")
+        with recorder.showing(shown_frac):
+            out, lse = _flash(query, key, value, 0.0, is_guessed, scale)
         if return_aux is not None:
             return out, flex_attention.AuxOutput(lse=lse if return_aux.lse else None)
         return (out, lse) if return_lse else out
 
+    def block_mask_of(mask_mod: Any, *sizes: Any, **how: Any) -> Any:
+        mask = _block_mask(mask_mod, *sizes, **how)
+        with recorder.setup():
+            mask.shown_frac = _shown_frac(guesses, mask_mod, *sizes, **how)
+        return mask
+
     flex_attention.flex_attention = flex
-    flex_attention.create_block_mask = _block_mask
+    flex_attention.create_block_mask = block_mask_of
     _library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
     private.set_attention_order([1, 2, 3, 0, 4])  # flash, memory-efficient, cuDNN, math
     leave_whole("CUDA")
@@ -215,6 +227,37 @@ def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, 
     scale = head**-0.5 if scale is None else scale
     out, lse, *_ = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)
     return out[..., :head] if pad else out, lse
+
+
+_EVALUATIONS, _MOST_KEYS = 16, 4096
+
+
+def _shown_frac(
+    guesses: Guesses, mask_mod: Any, B: Any, H: Any, Q_LEN: int, KV_LEN: int, *_: Any, **__: Any
+) -> float | None:
+    """The share of query-key pairs that a mask shows, of many on even samples; None: nobody knows."""
+    keys = _spread(KV_LEN, min(KV_LEN, _MOST_KEYS))
+    heads = list(product(range(B or 1), range(H or 1)))
+    rows = SHADOW_ELEMENTS // len(keys)
+    queries = _spread(Q_LEN, min(Q_LEN, rows * max(_EVALUATIONS // len(heads), 1)))
+    found = []
+    for (batch, head), some in product(heads, queries.split(rows)):
+        places = torch.tensor(batch, device="cuda"), torch.tensor(head, device="cuda")
+        mask = mask_mod(*places, some[:, None], keys[None, :]).expand(len(some), len(keys))
+        value = shadow_of(mask)
+        if value is None:
+            guesses.add("the mask of flex_attention", "as if what nobody knows in it were 1")
+            value = getattr(mask, "guess", None)
+        if value is None:
+            return None
+        with private.disable_current_modes():
+            found += [float(value.sum())]
+    return sum(found) / (len(heads) * len(queries) * len(keys))
+
+
+def _spread(size: int, number: int) -> torch.Tensor:
+    """So many places among `size`, evenly far apart."""
+    return (torch.arange(number, device="cuda") * 2 + 1) * size // (2 * number)
 
 
 def _block_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: int, KV_LEN: int, *_: Any, **__: Any) -> Any:
