@@ -151,7 +151,7 @@ def test_command_says_no_with_exit_code_1(meshwise: Any, monkeypatch: pytest.Mon
 
 
 def test_seconds_stand_beside_each_other_and_are_no_difference(pools: Callable[[int], Ranks]) -> None:
-    """As the cluster would take, by FLOP and bytes of each op; as the run took."""
+    """As the cluster would take, not less than by its data sheet; as the run took."""
     program, cluster = find_program("model-2d"), find_cluster("h100-80g-sxm:2")
     options = make_options(program, {"seq": 128, "hidden": 64, "ffn_hidden": 64, "layers": 1, "tp": 2})
     found = compared(pools(2), program, options, ranks=2, cluster=cluster)
@@ -163,4 +163,5 @@ def test_seconds_stand_beside_each_other_and_are_no_difference(pools: Callable[[
         assert row.values["estimate"] == row.values["dry_run"] and row.values["run"] > 0
     product = next(row for row in times if row.shape == "1x128x64x32")
     moved_bytes = 2 * (128 * 32 + 32 * 64 + 128 * 64)
-    assert product.values["estimate"] == pytest.approx(moved_bytes / cluster.chip.memory_bytes_per_s)
+    roofline_s = moved_bytes / cluster.chip.memory_bytes_per_s
+    assert roofline_s < product.values["estimate"] < roofline_s + 5e-6  # its launch

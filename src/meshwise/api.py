@@ -996,7 +996,7 @@ def compare(
         rank: The rank whose numbers are compared.
         with_run: Run it for real too, on CPU ranks of this machine.
         port: As in `run`.
-        cluster: Also seconds: by this cluster's data sheet (a roofline; `estimate` has more), and as run.
+        cluster: Also seconds: of each op alone, as `estimate` prices it there, and as run.
         options: The options of the program, as `seq=4096`.
 
     Returns:

@@ -108,7 +108,7 @@ def comparison_parts(result: Comparison) -> Iterator[Section]:
     if times := [row for row in result.rows if row.column == TIME]:
         times.sort(key=lambda row: -max(value or 0.0 for value in row.values.values()))
         longest = times[:_MOST_ROWS]
-        title = f"The {len(longest)} longest ops of {len(times)}; all but a run's by the data sheet"
+        title = f"The {len(longest)} longest ops of {len(times)}"
         yield _table(title, longest, ("module", "op", "phase", "shape"), duration)
     num_counts = len(result.rows) - len(times)
     instruments = list(result.rows[0].values) if result.rows else []

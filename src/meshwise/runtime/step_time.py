@@ -61,9 +61,8 @@ def step_time(
     `strides`: how far apart the ranks of each axis are; `fp32`: the dtype that matmuls of fp32 run in.
     Raises ClusterError for a dtype that the chip has no units for.
     """
-    rows = [*ledger.rows()]
-    overheads = replace(find_overheads(cluster.chip, SOFTWARE), kernel_passes=1.0)
-    ops = [_op(row, strides, fp32) for row in rows]
+    overheads, axes = _overheads(cluster), ledger["axis"]
+    ops = [_op(row, strides, fp32) for row in ledger.rows()]
     row_ns = np.rint(_NS * np.array(_seconds(ops, cluster, overheads))).astype(np.int64)
     of = np.array([row for row, *_ in launches], dtype=np.intp)
     start, end, launched_ns = _played(launches, row_ns.tolist(), round(_NS * overheads.host_s))
@@ -80,17 +79,30 @@ def step_time(
     idle_ns = max(launched_ns, *end.tolist()) - length(joined(covered, sent))
     # what hides takes cores and bandwidth from what it hides behind
     hidden_ns = np.where(is_sent, (end - start) - exposed_ns, 0.0)
-    lost_ns = np.bincount(of, exposed_ns + overheads.interference_frac * hidden_ns, len(rows))
-    axes = ledger["axis"]
+    lost_ns = np.bincount(of, exposed_ns + overheads.interference_frac * hidden_ns, len(ops))
     parts_ns |= {f"comm_{axis}": lost_ns[axes == axis].sum() for axis in dict.fromkeys(axes[axes != ""])}
     parts_ns["host"] = idle_ns
     parts_ns["stragglers"] = sum(parts_ns.values()) * overheads.straggler_frac * math.log2(cluster.num_chips)
     parts_s = {name: float(each_ns) / _NS for name, each_ns in parts_ns.items()}
-    lost_s = np.where(axes != "", lost_ns / np.maximum(np.bincount(of, minlength=len(rows)), 1) / _NS, np.nan)
+    lost_s = np.where(axes != "", lost_ns / np.maximum(np.bincount(of, minlength=len(ops)), 1) / _NS, np.nan)
     step_s = sum(parts_s.values())
     timed = Ledger(ledger.columns | {"time_s": row_ns / _NS, "exposed_s": lost_s})
     notes = (_NOTE,) if {"send", "recv"} & {*ledger["collective"]} else ()
     return StepTime(step_s, _interval(step_s, cluster), parts_s, timed, notes)
+
+
+def row_seconds(ledger: Ledger, cluster: Cluster) -> Ledger:
+    """`ledger` with `time_s`, what each row takes alone on `cluster`, whose ranks lie side by side.
+
+    ClusterError for a dtype that the chip has no units for.
+    """
+    ops = [_op(row, {}, "fp32") for row in ledger.rows()]
+    return Ledger(ledger.columns | {"time_s": np.array(_seconds(ops, cluster, _overheads(cluster)))})
+
+
+def _overheads(cluster: Cluster) -> Overheads:
+    """Those of PyTorch, whose ops move what they say that they move."""
+    return replace(find_overheads(cluster.chip, SOFTWARE), kernel_passes=1.0)
 
 
 def _op(row: Mapping[str, Any], strides: Mapping[str, float], fp32: str) -> Op:
