@@ -76,7 +76,7 @@ def step_time(
     exposed_ns = np.zeros(len(of))
     sent = merged(start[is_sent], end[is_sent])
     exposed_ns[is_sent] = shares(start[is_sent], end[is_sent], difference(sent, covered))
-    idle_ns = max(launched_ns, *end.tolist()) - length(joined(covered, sent))
+    idle_ns = max([launched_ns, *end.tolist()]) - length(joined(covered, sent))
     # what hides takes cores and bandwidth from what it hides behind
     hidden_ns = np.where(is_sent, (end - start) - exposed_ns, 0.0)
     lost_ns = np.bincount(of, exposed_ns + overheads.interference_frac * hidden_ns, len(ops))
@@ -176,4 +176,4 @@ def _interval(step_s: float, cluster: Cluster) -> Interval:
     measured = [name.removeprefix("on ") for name in table.measured["step_s"]["chip"]]
     widest = max(known, key=lambda spread: spread.p90)
     far = far_chip(cluster.chip, measured)
-    return widest.around(step_s, "runs of training, no dry run among them,", "source", far)
+    return widest.around(step_s, "training runs that estimate priced", "source", far)

@@ -41,8 +41,8 @@ class ScriptError(MeshwiseError):
 class ScriptOutcome(Shown):
     """One rank of a user's program. `ledger` is the whole program, `step_ledger` its last whole step.
 
-    Whether it fits: `meshwise.program.tape.VERDICT`. `time` is that of its last whole step; None where there
-    is none, or the chip has no units for a dtype, as `untimed` says.
+    Whether it fits: `meshwise.program.tape.VERDICT`. `time` is that of its last whole step, of one without
+    steps the program's; None where the chip has no units for a dtype, as `untimed` says.
     """
 
     program: str
@@ -121,12 +121,11 @@ def dry_run_script(
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
     report |= {"time": None, "untimed": ""}
     how = {name: report.pop(name) for name in ("launches", "strides", "fp32")}
-    if report["num_steps"]:
-        try:
-            report["time"] = step_time(report["step_ledger"], cluster=cluster, **how)
-            report["step_ledger"] = report["time"].ledger
-        except ClusterError as error:
-            report["untimed"] = str(error)
+    try:
+        report["time"] = step_time(report["step_ledger"], cluster=cluster, **how)
+        report["step_ledger"] = report["time"].ledger
+    except ClusterError as error:
+        report["untimed"] = str(error)
     return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=chip.name, **report)
 
 
