@@ -1,9 +1,6 @@
 """What holds for every verb: help with examples that can be typed, defaults from a file, the version."""
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +44,6 @@ def test_help_has_examples_and_errors_say_why(meshwise: Any, words: str, code: i
     done = meshwise(*words.split())
     assert done.code == code and says in (done.err if code else done.out)
     assert "Possible options: --help" not in done.err and "mean '--help'" not in done.err
-
-
-@pytest.mark.parametrize(("words", "completed"), table("tables")["cli"]["completed"])
-def test_a_shell_completes(words: str, completed: str) -> None:
-    shell = {"_MESHWISE_COMPLETE": "complete_bash", "COMP_WORDS": f"meshwise {words}"}
-    shell["COMP_CWORD"] = str(len(words.split()))
-    program = Path(sys.executable).with_name("meshwise")
-    done = subprocess.run([program], env=os.environ | shell, capture_output=True, text=True)
-    assert done.stdout.split() == [completed]
 
 
 def test_every_file_and_the_command_name_the_same_version(meshwise: Any) -> None:

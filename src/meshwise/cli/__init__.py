@@ -24,7 +24,6 @@ import typer
 import typer.core
 
 from meshwise.cli.command import as_command, epilog
-from meshwise.cli.complete import join_words_of_bash
 from meshwise.cli.defaults import read_defaults
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import read_catalog
@@ -145,19 +144,8 @@ def _spell(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("spell", _spell)
 
 
-def _complete_for_bash() -> None:
-    done, completed = join_words_of_bash(), StringIO()
-    try:
-        with redirect_stdout(completed):
-            app()
-    finally:
-        print("\n".join(line[done:] for line in completed.getvalue().splitlines()))
-
-
 def main() -> None:
     """Run the command line; a problem the user can act on is one sentence and an exit code."""
-    if os.environ.get("_MESHWISE_COMPLETE") == "complete_bash":
-        _complete_for_bash()
     try:
         if sys.stdout is None:
             raise MeshwiseError("stdout is closed; leave it open, or send it to /dev/null")
@@ -206,10 +194,12 @@ def _sentence(error: Any) -> str:
     """What is wrong with the words of a command, what a missing one means, and where to read more."""
     text = " ".join(error.format_message().split()).removesuffix(".")
     text = re.sub(r"Value error, | \(Possible options: --help\)|\. Did you mean '--help'\?", "", text)
-    meaning = getattr(getattr(error, "param", None), "help", None)
+    parameter = getattr(error, "param", None)
+    meaning = getattr(parameter, "help", None)
     if text.startswith("Missing") and meaning:
         text += f": {meaning.removesuffix('.')}"
-    return f"{text}; see {error.ctx.command_path if error.ctx else 'meshwise'} --help"
+    command = error.ctx.command_path if error.ctx else "meshwise"
+    return f"{text}; see {command} --help"
 
 
 def _end(sentence: str, exit_code: int) -> None:

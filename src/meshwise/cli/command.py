@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-import meshwise.cli.complete as complete
 from meshwise.core.files import check_writable, read_catalog
 from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
@@ -68,8 +67,6 @@ def _default(option: Option) -> Any:
 
 def _annotation(option: Option) -> Any:
     settings: dict[str, Any] = {"help": option.help}
-    if (names := _TEXTS["completed"].get(option.name)) is not None:
-        settings["autocompletion"] = getattr(complete, names)
     if option.reader is not None or option.kind in (int, float):
         settings["parser"] = lambda text: option.value(str(text), flags(option)[0])
         settings["metavar"] = {int: "INTEGER", float: "FLOAT"}.get(option.kind, "TEXT")
