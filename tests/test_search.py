@@ -413,18 +413,6 @@ def test_key_by_key_a_plan_becomes_the_best(meshwise, few: str, text: str) -> No
     assert "the best plan beside the one asked for" in meshwise(*asked).out
 
 
-def test_an_upgrade_gains_what_the_same_plan_takes_less(meshwise) -> None:
-    names, few = ("megatron-2020", "megatron-2026"), "tp=2|4,pp=1|2,cp=1"
-    document = meshwise(*ARGUMENTS, "--software", "|".join(names), "--plan", few, "--json").document
-    for name, version in zip(names, document["versions"], strict=True):
-        priced = priced_again(meshwise, ARGUMENTS[1:], document["best"][0] | version)
-        assert priced["plan"]["software"] == name and priced["step_s"] == version["step_s"]
-        alone = meshwise(*ARGUMENTS, "--plan", f"{few},software={name}", "--top", "1", "--json").document
-        assert alone["best"][0]["step_s"] == version["best"]["step_s"] <= version["step_s"]
-    steps = [version["step_s"] for version in document["versions"]]
-    assert document["versions"][1]["gain_frac"] == pytest.approx(1 - steps[1] / steps[0]) != 0
-
-
 def test_a_deadline_and_a_budget_choose_a_machine_and_a_batch(meshwise, tmp_path) -> None:
     """With failures, of which some never end; a larger batch needs more tokens; a file's network stays."""
     (tmp_path / "tcp.toml").write_text(table("tables")["searched"]["over_tcp"])

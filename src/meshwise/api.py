@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,6 @@ def search(
     top: int = 5,
     memory_frac: float | None = None,
     beside: str | Path | Plan | None = None,
-    software: str = "",
     assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
@@ -193,8 +193,6 @@ def search(
         memory_frac: Share of a GPU's memory that may be used [0.92 to train, 0.9 to serve, in rl the
             framework's].
         beside: A plan to show beside the best one, term by term, and why it takes longer, key by key.
-        software: Versions of the training software to compare, as megatron-2024|megatron-2026: the best plan
-            under the first is priced under all, and each is searched for its own best.
         assumptions: Also say which adversity hurts most, and which changes the choice.
         robust: Rank plans by their step when less overlap, experts out of balance and slower rates come
             together.
@@ -219,7 +217,6 @@ def search(
     share = _share(memory_frac)
     found = find(
         **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, capped=capped,
-        software=tuple(filter(None, software.split("|"))),
         on_plans=on_plans,
     )  # fmt: skip
     if beside is None:
@@ -707,10 +704,10 @@ def _open_rl_job(
         shape.max_seq, sigma=length_sigma, lengths=None if lengths is None else Path(lengths),
         oversample=oversample, **{name: asked.pop(name) for name in of_work},
     )  # fmt: skip
-    readers: dict[str, Callable[..., Any]] = {"reward_model": _model, "teacher": _model}
-    readers |= {"train_plan": _plan, "rollout_plan": _plan}
-    asked |= {name: read(asked[name]) if asked[name] else None for name, read in readers.items()}
     machine, runs = _cluster(cluster), find_framework(framework)
+    readers: dict[str, Callable[..., Any]] = {"reward_model": _model, "teacher": _model}
+    readers |= {"train_plan": partial(_plan, trained_on=machine), "rollout_plan": _plan}
+    asked |= {name: read(asked[name]) if asked[name] else None for name, read in readers.items()}
     return OpenJob(model=shape, cluster=machine, rollouts=work, framework=runs, **asked)
 
 
@@ -751,8 +748,8 @@ def launch(
     refuse("launch", WorkloadError, to=to, of_rl=of_rl, sizes=(batch, seq, microbatch), asked=[*asked])
     if of_rl:
         return _launch_rl(model, cluster, plan, to, asked)
-    shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
-    kind = "decode" if to in SERVING else "train"
+    kind, shape, machine = "decode" if to in SERVING else "train", _model(model), _cluster(cluster)
+    cut = _plan(plan, machine if kind == "train" else None)
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return as_written(state(shape, machine, cut, work, to), shape, machine, cut, work)
 
@@ -1228,11 +1225,12 @@ def refusal(
 ) -> str:  # fmt: skip
     """Why the keys `plan` are no plan of `model` on `cluster`, in one sentence; empty where they are one."""
     from meshwise.core.errors import MeshwiseError
-    from meshwise.plan.plan import Plan
+    from meshwise.plan.mesh import SERVING
     from meshwise.plan.rules import resolve
 
     try:
-        shape, machine, cut = _model(model), _cluster(cluster), Plan(**plan)
+        shape, machine = _model(model), _cluster(cluster)
+        cut = _plan(plan, None if kind in SERVING else machine)
         work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
         resolve(shape, cut, work, machine)
         machine.chip.matrix_peak(cut.dtype)
@@ -1277,12 +1275,9 @@ def _plan(plan: str | Path | Plan | Mapping[str, Any], trained_on: Cluster | Non
 
     own = software_on(trained_on.chip) if trained_on else ""
     if not isinstance(plan, Plan):
-        plan = parse_plan(plan if isinstance(plan, Mapping) else str(plan), own)
-    elif own and plan.software == plan.done_by.software:  # it did not say
-        plan = replace(plan, software=own)
-    if trained_on:
-        software_on(trained_on.chip, plan.software)
-    return plan
+        return parse_plan(plan if isinstance(plan, Mapping) else str(plan), own)
+    is_silent = plan.software == plan.done_by.software
+    return replace(plan, software=own) if own and is_silent else plan
 
 
 def _seq(model: Model, seq: int | None) -> int:

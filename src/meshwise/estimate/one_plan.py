@@ -35,7 +35,7 @@ from meshwise.estimate.timing import Machine, machine_for
 from meshwise.estimate.tower import is_frozen, num_positions
 from meshwise.machine.efficiency import LINK_CONSTANTS, Efficiency, inherited_notes
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import Overheads, software_on
+from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, Tower, layer_counts, layer_kinds
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.mesh import SERVING, Mesh
@@ -296,7 +296,7 @@ class Estimate(Shown):
             num_params=num_params(self.model), num_active=num_active_params(self.model),
             needed_gb=needed["total"] / 1e9, chip_gb=chip.memory_bytes / 1e9,
             short_gb=(needed["total"] - chip.memory_bytes) / 1e9, host_gb=host_bytes / 1e9,
-            largest=max(MEMORY_PARTS, key=lambda name: needed[name]), own_software=software_on(chip),
+            largest=max(MEMORY_PARTS, key=lambda name: needed[name]),
             measured={known.kind for known in self.cluster.collectives},
             is_placed=any(self.mesh.ends) and self.plan.stages is None,
             stages="-".join(map(str, layers_of_chunks(self.model, self.mesh))),

@@ -122,16 +122,9 @@ SOFTWARE = {name: Software(**entry) for name, entry in _CATALOG["software"].item
 """Training software by its core and first year, oldest first."""
 
 
-def software_on(chip: Chip, *stated: str) -> str:
-    """What a plan that does not say runs on `chip`, where that is not DEFAULT_SOFTWARE; else nothing.
-
-    Raises:
-        PlanError: One of `stated` is not what alone runs there.
-    """
-    own = next((name for name, one in SOFTWARE.items() if chip.vendor in one.makers), "")
-    for name in filter(own.__ne__, stated if own else ()):
-        raise PlanError(f"software={name} does not run on {chip.name}; leave it out, which is {own}")
-    return own
+def software_on(chip: Chip) -> str:
+    """The software that alone runs on `chip`; nothing where there is a choice."""
+    return next((name for name, one in SOFTWARE.items() if chip.vendor in one.makers), "")
 
 
 def own_kinds(chip: Chip) -> dict[str, Sequence[str]]:

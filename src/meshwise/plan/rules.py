@@ -14,6 +14,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
+from meshwise.machine.overheads import software_on
 from meshwise.model.architecture import Model, in_sequence, layer_kinds, num_dense_layers
 from meshwise.model.weights import block_weights
 from meshwise.plan import plan as keys
@@ -88,6 +89,9 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from _huggingface_rules(model, mesh)
     yield from _stage_rules(model, mesh)
     yield from rules_of("links of a chip", mesh=mesh, chip=cluster.chip)
+    if not mesh.serves:
+        own = software_on(cluster.chip)
+        yield from rules_of("software of a chip", software=plan.software, own=own, chip=cluster.chip)
 
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:

@@ -62,9 +62,6 @@ def parts(
     if result.beside is not None and result.best:
         yield _term_by_term(result.best[0], result.beside)
         yield from [why_slower(found)] if (found := result.reasons) else []
-    if result.versions:
-        title = "the best plan under other versions of the software"
-        yield records_table(title, result.versions, TABLES["versions"], first=result.versions[0])
     if result.weighed:
         yield from _weighed(result.weighed)
 

@@ -10,7 +10,7 @@ changes are looked for that would do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -38,7 +38,7 @@ from meshwise.search.basis import Basis, basis, complexity, simplest
 from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found, found_at, listed, num_listed
 from meshwise.search.difference import Reason, reasons
-from meshwise.search.sensitivity import Assumption, Version, hurts_most, versions, weigh
+from meshwise.search.sensitivity import Assumption, hurts_most, weigh
 from meshwise.search.space import Stated, Values, free_values, is_switched, not_tried, untried
 
 MEMORY_FRAC = 0.92
@@ -105,8 +105,7 @@ class Result(Shown):
     fastest plan that a framework runs; `simplest`: the simplest as fast as the first of `best`, as far as the
     interval tells; `offloaded`: the fastest with states of the optimizer on the host, where few plans fit
     without and it is much faster. `robust`: plans are ranked, and those of `pareto` priced, under all
-    adversities. `not_tried`: the largest value tried of each size that has larger ones. `versions`: the first
-    of `best` under several versions of software.
+    adversities. `not_tried`: the largest value tried of each size that has larger ones.
     """
 
     plans_considered: int
@@ -129,7 +128,6 @@ class Result(Shown):
     offloaded: tuple[Estimate, Basis] | None = None
     robust: bool = False
     not_tried: Mapping[str, int] = field(default_factory=dict)
-    versions: tuple[Version, ...] = ()
     rows_in: ClassVar[str] = "best"
 
     @cached_property
@@ -195,7 +193,6 @@ class Result(Shown):
             "beside": self.beside
             and _best_json(self.beside)
             | {"fits": self.beside.fits, "reasons": [reason.to_json() for reason in self.reasons]},
-            "versions": [version.to_json() for version in self.versions],
             **(weighed or {}),
         }
 
@@ -221,7 +218,6 @@ def search(
     to: str = "",
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
-    software: Sequence[str] = (),
     assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
@@ -237,8 +233,8 @@ def search(
     `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
     adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
     ones (`not_tried` says which are larger), but of keys that are `*`. `assumptions`: also say which of
-    them would change the choice; `software`: versions under which the first plan is priced too, and searched
-    for. `with_changes`: what would fit where nothing does, and what offloading gives where little does.
+    them would change the choice. `with_changes`: what would fit where nothing does, and what offloading gives
+    where little does.
     `unwanted`: where plans are left out, one reason after another.
     `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them. The result has no `best`
     where nothing fits.
@@ -247,7 +243,7 @@ def search(
         PlanError: A stated key is unknown, or cannot be `*`; a framework is unknown, or lacks what is stated.
     """
     started = time.perf_counter()
-    workload, stated = Workload(batch=batch, seq=seq), _under_software(cluster, stated or {}, software)
+    workload, stated = Workload(batch=batch, seq=seq), _with_software(cluster, stated or {})
     to = _known_framework(to, model, cluster, seq)
     asked = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped, unwanted)
     space, kept = asked.price_with_room(on_plans)
@@ -283,20 +279,15 @@ def search(
         simplest=_with_basis(simplest(candidates, runnable, space.step_s)) if chosen else None,
         offloaded=_with_basis(offloaded) if offloaded else None,
         robust=robust,
-        versions=versions(software, chosen[0], space.first_under) if software and chosen else (),
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
 
 
-def _under_software(cluster: Cluster, stated: Stated, versions: Sequence[str]) -> Stated:
-    """What was stated, under the first of the stated `versions` of software, or the chip's own software."""
-    own = software_on(cluster.chip, *versions, *stated.get("software", ()))
-    if versions:
-        if "software" in stated:
-            raise PlanError("--software names the versions to compare; leave software out of --plan")
-        for name in versions:
-            Plan(software=name)
-        return {**stated, "software": versions[:1]}
+def _with_software(cluster: Cluster, stated: Stated) -> Stated:
+    """What was stated, under the chip's own software where it runs no other."""
+    own = software_on(cluster.chip)
+    for name in stated.get("software", ()):
+        refuse("software of a chip", PlanError, software=name, own=own, chip=cluster.chip)
     return {"software": (own,), **stated} if own else stated
 
 
@@ -411,10 +402,6 @@ class _Space:
     def first_against(self, adversity: Adversity) -> Found | None:
         """The first plan under this adversity."""
         return self.price(against=adversity).first
-
-    def first_under(self, software: str) -> Found | None:
-        """The first plan under this version of software."""
-        return replace(self, stated={**self.stated, "software": (software,)}).price().first
 
     def changes(self, nearest: Estimate) -> Iterator[Change]:
         """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips.

@@ -1,9 +1,7 @@
-"""How a choice depends on what was assumed: the search made again without it, or under other software.
+"""How a choice depends on what was assumed: the search made again without it.
 
 Which assumption would change the choice, and what the choice loses where it does not hold: each adversity of
 `estimate.adverse` comes alone, and memory is as full as at the bad end of the interval of the estimate.
-
-The same plan under several versions of the training software: what an upgrade gains.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +10,6 @@ from typing import Any
 
 from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.one_plan import Estimate
-from meshwise.plan.plan import plan_text
 from meshwise.search.best_plans import Found
 
 
@@ -72,41 +69,3 @@ def weigh(
         Assumption(name, float(each[name]), best.step_s, fastest(one), kept_s(one))
         for name, one in alone.items()
     )
-
-
-# --- versions of software -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A version: the same `plan` under it, and the `best` plan that a search finds there, if one fits."""
-
-    software: str
-    plan: Estimate
-    best: Found | None
-    before_s: float
-
-    @property
-    def gain_frac(self) -> float:
-        """How much shorter than under the first version a step of the same plan is."""
-        return 1.0 - self.plan.step_s / self.before_s
-
-    def to_json(self) -> dict[str, Any]:
-        """The version, its steps, and what it gains."""
-        return {
-            "software": self.software,
-            "plan_text": plan_text(self.plan.plan),
-            "step_s": self.plan.step_s,
-            "gain_frac": self.gain_frac,
-            "memory_bytes": self.plan.memory_bytes["total"],
-            "fits": self.plan.fits,
-            "best": self.best and self.best.to_json(),
-        }
-
-
-def versions(
-    names: Sequence[str], first: Estimate, fastest: Callable[[str], Found | None]
-) -> tuple[Version, ...]:
-    """The plan `first` under each of `names`; `fastest`: the fastest plan of a search under one of them."""
-    plans = {name: first.changed(software=name) for name in names}
-    return tuple(Version(name, of, fastest(name), plans[names[0]].step_s) for name, of in plans.items())
