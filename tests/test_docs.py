@@ -78,7 +78,7 @@ def test_the_glossary_has_every_column_and_field() -> None:
     limits = {"rate": 4, "ttft_s": 0.5, "token_s": 0.05, "num_requests": 50}
     results: list[tuple[Any, dict[str, Any]]] = [
         (mw.estimate("mixtral-8x7b", "h100-80g-sxm:16", "pp=2,ep=4", batch=32), {"per_layer": True}),
-        (mw.search("llama3-8b", gpus, "zero=1", beside="tp=4", assumptions=True, **few), {}),
+        (mw.search("llama3-8b", gpus, "zero=1", beside="tp=4", **few), {}),
         (mw.study("llama3-8b", gpus, "gpus=4|8", "zero=1", **few), {}),
         (mw.serve("llama3-8b", gpus, price=2, pareto=True, **limits), {}),
         (mw.rl("llama3-8b", gpus, prompts=8, samples=4, output=64, mode="colocated"), {}),

@@ -488,17 +488,6 @@ def test_energy_and_cost_are_unknown_where_watts_and_prices_are(meshwise) -> Non
     assert "unknown" not in meshwise(*job, "gpus=64", "--watts", 900, "--tokens", 1e9).out
 
 
-def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:
-    few = ("--plan", "tp=1|2|4,schedule=1f1b,vpp=1,recompute=none", "--assumptions", "--json")
-    document = meshwise(*LLAMA, *few).document
-    first = document["best"][0]["step_s"]
-    for one in document["assumptions"]:
-        assert one["factor"] <= 1
-        assert one["kept_s"] is None or one["kept_s"] >= max(first, one["best"]["step_s"]) * (1 - 1e-12)
-    worst = max(document["assumptions"], key=lambda one: one["kept_s"] or math.inf)
-    assert document["hurts_most"] == worst["name"]
-
-
 def test_files_hold_what_was_found(meshwise, tmp_path) -> None:
     files = ("--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png"))
     run = ("--tokens", "1e12", "--price", "2", "--watts", "500")

@@ -448,7 +448,7 @@ def test_a_slower_chip_sustains_less_too(chip: str) -> None:
     clusters = (changed(find_cluster(chip), {"compute": times}) for times in (1.0, 0.5))
     usual, half = (machine_for(one, Plan(), "train") for one in clusters)
     assert usual.sustained_s(1e15, "bf16") > 0.0
-    for one in (half, adverse_machine(usual, Adversity(compute=0.5))):
+    for one in (half, adverse_machine(usual, Adversity(kernels=0.5))):
         assert one.sustained_s(1e15, "bf16") == pytest.approx(2.0 * usual.sustained_s(1e15, "bf16"))
 
 

@@ -170,7 +170,6 @@ def search(
     top: int = 5,
     memory_frac: float | None = None,
     beside: str | Path | Plan | None = None,
-    assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
     collectives: Sequence[str | Path] = (),
@@ -193,7 +192,6 @@ def search(
         memory_frac: Share of a GPU's memory that may be used [0.92 to train, 0.9 to serve, in rl the
             framework's].
         beside: A plan to show beside the best one, term by term, and why it takes longer, key by key.
-        assumptions: Also say which adversity hurts most, and which changes the choice.
         robust: Rank plans by their step when less overlap, experts out of balance and slower rates come
             together.
         capped: Whether sizes are tried up to the usual ones alone; the answer says which are larger.
@@ -215,10 +213,7 @@ def search(
     shape = _with_inputs(_model(model), images, image_size, audio_s)
     job = _search_job(shape, on, plan, batch=batch, seq=seq, microbatch=microbatch)
     share = _share(memory_frac)
-    found = find(
-        **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, capped=capped,
-        on_plans=on_plans,
-    )  # fmt: skip
+    found = find(**job, to=to, top=top, memory_frac=share, robust=robust, capped=capped, on_plans=on_plans)
     if beside is None:
         return found
     work = Workload(batch=batch, seq=job["seq"], microbatch=next(iter(microbatch), 1))

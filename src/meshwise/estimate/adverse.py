@@ -27,13 +27,10 @@ LINKS_FRAC, OVERLAP_FRAC = 0.8, 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversity:
-    """Factors of the rates of a machine, of its memory and of what hides behind compute."""
+    """Factors of the rates of a machine: of compute and memory, of links, and of what hides behind compute."""
 
-    compute: float = 1.0
-    memory_rate: float = 1.0
-    inner: float = 1.0
-    outer: float = 1.0
-    memory: float = 1.0
+    kernels: float = 1.0
+    links: float = 1.0
     overlap: float = 1.0
     experts_unbalanced: bool = False
 
@@ -62,7 +59,7 @@ def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
         by_dtype={dtype: _slower(rates, adversity) for dtype, rates in machine.by_dtype.items()},
         overheads=replace(
             overheads,
-            joule_per_flop={of: joule / adversity.compute for of, joule in overheads.joule_per_flop.items()},
+            joule_per_flop={of: joule / adversity.kernels for of, joule in overheads.joule_per_flop.items()},
             tp_exposed_frac=max(overheads.tp_exposed_frac, exposed_frac),
             interference_frac=max(overheads.interference_frac, exposed_frac),
         ),
@@ -70,15 +67,12 @@ def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
 
 
 def _slower(rates: Rates, adversity: Adversity) -> Rates:
-    links = []
-    for level, link in enumerate(rates.links):  # a torus has several inner ones
-        factor = adversity.outer if level and not link.ways and not link.box else adversity.inner
-        links.append(link._replace(bytes_per_s=factor * link.bytes_per_s))
+    links = [link._replace(bytes_per_s=adversity.links * link.bytes_per_s) for link in rates.links]
     return replace(
         rates,
-        matrix_flop_per_s=adversity.compute * rates.matrix_flop_per_s,
-        vector_flop_per_s=adversity.compute * rates.vector_flop_per_s,
-        memory_bytes_per_s=adversity.memory_rate * rates.memory_bytes_per_s,
+        matrix_flop_per_s=adversity.kernels * rates.matrix_flop_per_s,
+        vector_flop_per_s=adversity.kernels * rates.vector_flop_per_s,
+        memory_bytes_per_s=adversity.kernels * rates.memory_bytes_per_s,
         links=tuple(links),
     )
 
@@ -86,7 +80,4 @@ def _slower(rates: Rates, adversity: Adversity) -> Rates:
 def together(model: Model, cluster: Cluster, plan: Plan) -> Adversity:
     """All adversities of a training step at once."""
     slower = min(1.0 / interval_of("step_s", 1.0, model, cluster, plan).p90, 1.0)
-    return Adversity(
-        compute=slower, memory_rate=slower, inner=LINKS_FRAC, outer=LINKS_FRAC, overlap=OVERLAP_FRAC,
-        experts_unbalanced=True,
-    )  # fmt: skip
+    return Adversity(kernels=slower, links=LINKS_FRAC, overlap=OVERLAP_FRAC, experts_unbalanced=True)

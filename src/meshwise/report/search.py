@@ -30,7 +30,6 @@ from meshwise.search.difference import Reason
 from meshwise.search.fit_card import CardFit, CardRun
 from meshwise.search.next_step import largest_cost
 from meshwise.search.search import Result
-from meshwise.search.sensitivity import Assumption, hurts_most
 from meshwise.search.study import MEASURES, Study
 
 
@@ -62,8 +61,6 @@ def parts(
     if result.beside is not None and result.best:
         yield _term_by_term(result.best[0], result.beside)
         yield from [why_slower(found)] if (found := result.reasons) else []
-    if result.weighed:
-        yield from _weighed(result.weighed)
 
 
 def page(
@@ -164,13 +161,6 @@ def run_cells(run: Mapping[str, Any]) -> dict[str, str]:
         "co2_kg": ("CO2", mass),
     }
     return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
-
-
-def _weighed(weighed: Sequence[Assumption]) -> Iterator[Section]:
-    yield records_table("assumptions", weighed, TABLES["assumptions"], inf=math.inf)
-    most = hurts_most(weighed)
-    hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
-    yield f"{most.name} hurts most: {hurt}"
 
 
 def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -38,7 +38,6 @@ from meshwise.search.basis import Basis, basis, complexity, simplest
 from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found, found_at, listed, num_listed
 from meshwise.search.difference import Reason, reasons
-from meshwise.search.sensitivity import Assumption, hurts_most, weigh
 from meshwise.search.space import Stated, Values, free_values, is_switched, not_tried, untried
 
 MEMORY_FRAC = 0.92
@@ -100,8 +99,7 @@ class Result(Shown):
     no other beats in both step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least
     memory, and each of `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that
     the caller wants to see beside the best. `complete` is false where the search was stopped: then the best
-    are those so far. `weighed`: which assumptions would change the choice, where the caller asked. `stated`:
-    the values that keys were given; `to`: the framework whose plans alone were looked at. `runnable`: the
+    are those so far. `stated`: the values that keys were given; `to`: the framework whose plans alone were looked at. `runnable`: the
     fastest plan that a framework runs; `simplest`: the simplest as fast as the first of `best`, as far as the
     interval tells; `offloaded`: the fastest with states of the optimizer on the host, where few plans fit
     without and it is much faster. `robust`: plans are ranked, and those of `pareto` priced, under all
@@ -120,7 +118,6 @@ class Result(Shown):
     reason: str = ""
     beside: Estimate | None = None
     complete: bool = True
-    weighed: tuple[Assumption, ...] = ()
     stated: Stated = field(default_factory=dict)
     to: str = ""
     runnable: tuple[Estimate, Basis] | None = None
@@ -168,10 +165,6 @@ class Result(Shown):
         """The document that `meshwise search --json` prints; `budget`: also what its run takes."""
         miss, run = self.nearest_miss, (budget or TokenBudget()).run
         names = ("plans_considered", "plans_priced", "plans_feasible", "elapsed_s", "complete")
-        weighed = self.weighed and {
-            "hurts_most": hurts_most(self.weighed).name,
-            "assumptions": [one.to_json() for one in self.weighed],
-        }
         return {name: getattr(self, name) for name in (*names, "capacity_bytes", "notes", "robust")} | {
             "plans_per_s": self.plans_considered / self.elapsed_s,
             "to": self.to or None,
@@ -193,7 +186,6 @@ class Result(Shown):
             "beside": self.beside
             and _best_json(self.beside)
             | {"fits": self.beside.fits, "reasons": [reason.to_json() for reason in self.reasons]},
-            **(weighed or {}),
         }
 
 
@@ -218,7 +210,6 @@ def search(
     to: str = "",
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
-    assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
     with_changes: bool = True,
@@ -232,8 +223,7 @@ def search(
     framework, which must run the plan.
     `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
     adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
-    ones (`not_tried` says which are larger), but of keys that are `*`. `assumptions`: also say which of
-    them would change the choice. `with_changes`: what would fit where nothing does, and what offloading gives
+    ones (`not_tried` says which are larger), but of keys that are `*`. `with_changes`: what would fit where nothing does, and what offloading gives
     where little does.
     `unwanted`: where plans are left out, one reason after another.
     `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them. The result has no `best`
@@ -272,7 +262,6 @@ def search(
         changes=tuple(spared.changes(space.estimate(kept.miss))) if looks_on and kept.miss else (),
         reason=STOPPED if kept.stopped and not best else "" if kept.considered else space.reason(),
         complete=not kept.stopped,
-        weighed=weigh(chosen[0], kept.capacity_bytes, space.first_against) if assumptions and best else (),
         stated=space.stated,
         to=to,
         runnable=_with_basis(runnable) if runnable else None,
@@ -360,20 +349,17 @@ class _Space:
         return running(self.model, self.cluster.chip, self.workload.seq)
 
     def price(
-        self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None,
-        *, with_miss: bool = False,
-    ) -> BestPlans:  # fmt: skip
+        self, on_plans: Callable[[BestPlans], None] = lambda kept: None, *, with_miss: bool = False
+    ) -> BestPlans:
         """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search.
 
-        `against`: an adversity in place of those that the search is made under. `with_miss`: where none fits,
-        the plan that needs least memory, too.
+        `with_miss`: where none fits, the plan that needs least memory, too.
         """
-        under = self.under if against is None else lambda plan: against
-        memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
+        capacity_bytes = self.memory_frac * self.cluster.chip.memory_bytes
         can_run, some_run = not self.to and bool(self.able), partial(runs, self.able, self.model)
-        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, some_run, can_run, self.top, with_miss)
+        kept = BestPlans(capacity_bytes, some_run, can_run, self.top, with_miss)
         try:
-            best_first(partial(self.grids, under=under), self.values(), kept, on_plans)
+            best_first(partial(self.grids, under=self.under), self.values(), kept, on_plans)
         except KeyboardInterrupt:
             kept.stopped = True
             kept.considered = max(kept.considered, kept.priced)
@@ -398,10 +384,6 @@ class _Space:
             return None
         first = self.price().first
         return self.estimate(first) if first and first.step_s < WORTH_FRAC * kept.ranked[0].step_s else None
-
-    def first_against(self, adversity: Adversity) -> Found | None:
-        """The first plan under this adversity."""
-        return self.price(against=adversity).first
 
     def changes(self, nearest: Estimate) -> Iterator[Change]:
         """What would make a plan fit: one stated key less, FSDP2, narrower types, or more chips.

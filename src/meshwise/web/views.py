@@ -349,7 +349,7 @@ def _arguments(asked: Mapping[str, Any]) -> str:
 # --- the other views ----------------------------------------------------------------------------
 
 
-@takes(api.search, _own, without=("assumptions", "on_plans"))
+@takes(api.search, _own, without=("on_plans",))
 def search(
     context: Question,
     *,
