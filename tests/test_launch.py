@@ -471,14 +471,9 @@ def test_scripts_of_one_card_are_python_that_says_the_plan() -> None:
     assert 'quant_storage="bfloat16"' in several.files[0].text and not several.not_expressed
     full = mw.launch("qwen3-0.6b", "4090:1", "optimizer=adam-bf16,loss_chunks=8", to="peft", **words)
     assert "import LoraConfig" not in full.files[0].text and "BitsAndBytes" not in full.files[0].text
-    tune = mw.launch("llama3-8b", "4090:1", plan, to="torchtune", **words)
-    recipe = ("lora_finetune_single_device", "--config", "llama3_1/8B_qlora_single_device")
-    assert tune.arguments[:3] == recipe
     of_path = DATA / "configs" / "phi-3-mini-4k.json"
     job = mw.launch(of_path, "4090:1", plan, to="peft", **words)
     assert f'from_pretrained(\n    "{of_path.parent}"' in job.files[0].text
-    lost = mw.launch("qwen3-8b", "4090:1", plan, to="torchtune", **words).not_expressed
-    assert "model=qwen3-8b: torchtune has no config of qlora for it" in lost
 
 
 OF_SCRIPTS = {"SFTConfig.output_dir", "from_pretrained.quantization_config"}

@@ -721,8 +721,8 @@ def launch(
 
     Args:
         model, cluster, plan, seq: As in `estimate`.
-        to: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate or peft; for one card unsloth or
-            torchtune; for serving vllm, sglang or tensorrt-llm; for post-training verl or nemo-rl.
+        to: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate or peft; for one card unsloth;
+            for serving vllm, sglang or tensorrt-llm; for post-training verl or nemo-rl.
         batch: Global batch in sequences; in serving, those that run at a time.
         microbatch: Sequences of a microbatch [1].
         rollout: Options of `rl`, where `to` is verl or nemo-rl; `plan` is then that of training.

@@ -82,13 +82,11 @@ def derive(facts: Facts) -> Facts:
     ones = {key: int(facts.get(key) or 1) for key in ("tp", "cp", "pp", "dp", "ep", "vpp")}
     known: Facts = {"zero": 0, "overlap_pp": True, "overlap_ep": False} | facts | ones
     known["recompute_modules"] = facts.get("recompute_modules") or ()
-    found = dict.fromkeys(("adapted", "adapted_attention", "adapts_mlp", "adapts"))
+    found = dict.fromkeys(("adapted", "adapts"))
     found |= formulas(launch_tables().derived, _FUNCTIONS | known)
-    if facts.get("lora_rank"):  # layers with adapters, by their names in `transformers` and torchtune
+    if facts.get("lora_rank"):  # layers with adapters, by their names in `transformers`
         names = tuple(f"{name}_proj" for name in facts.get("lora_targets") or LORA_TARGETS)
-        attention = tuple(name.replace("o_proj", "output_proj") for name in names if name[0] in "qkvo")
-        found["adapts"] = names if facts.get("lora_targets") else "all-linear"
-        found |= {"adapted": names, "adapted_attention": attention, "adapts_mlp": len(attention) < len(names)}
+        found |= {"adapted": names, "adapts": names if facts.get("lora_targets") else "all-linear"}
     return facts | found
 
 

@@ -1,4 +1,4 @@
-"""Jobs that fine-tune on a few cards: a script for peft or Unsloth, or the words of a recipe of torchtune.
+"""Jobs that fine-tune on a few cards: a script for peft or Unsloth.
 
 A setting `Callee.name` is an argument of that callee: `LoraConfig.r`, `SFTConfig.max_length`. The script
 reads JSON lines with a "text" each, packs them, and leaves what a plan does not say (learning rate, epochs)
@@ -10,7 +10,6 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from meshwise.launch.facts import Facts
 from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import Model
 from meshwise.model.find import HUB
@@ -43,17 +42,6 @@ def unsloth_script(settings: dict[str, Any], model: Model) -> str:
     if adapters := _arguments(settings, "get_peft_model"):
         loaded += f"\nmodel = {_call('FastLanguageModel.get_peft_model', _Code('model'), **adapters)}"
     return _script("unsloth", settings, model, loaded, {"processing_class": _Code("tokenizer")})
-
-
-def torchtune_words(settings: dict[str, Any], model: Model, facts: Facts) -> tuple[list[str], str]:
-    """The words behind `tune run`, and what its configs lack for this model (empty: nothing)."""
-    method = "full" if not facts["lora_rank"] else "qlora" if facts.get("frozen_dtype") else "lora"
-    place, has = launch_tables().torchtune_models.get(model.name, ("MODEL", ""))
-    recipe = "full_finetune_single_device" if method == "full" else "lora_finetune_single_device"
-    texts = {name: f"[{','.join(one)}]" if isinstance(one, list) else one for name, one in settings.items()}
-    words = [f"{name}={text}" for name, text in texts.items()]
-    lacks = "" if method in has.split() else f"model={model.name}: torchtune has no config of {method} for it"
-    return [recipe, "--config", f"{place}_{method}_single_device", *words], lacks
 
 
 def _arguments(settings: dict[str, Any], callee: str) -> dict[str, Any]:

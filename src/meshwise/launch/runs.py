@@ -17,7 +17,7 @@ from meshwise.core.columns import any_of
 from meshwise.core.errors import PlanError
 from meshwise.core.expressions import formulas
 from meshwise.launch.facts import Facts, derive, resharding, without_effect
-from meshwise.launch.settings import ONE_CARD, training_on, write_settings
+from meshwise.launch.settings import training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
 from meshwise.launch.tables import ANY, Setting, covered, launch_tables, table_of
 from meshwise.machine.hardware import Chip
@@ -104,7 +104,7 @@ def refusal(framework: str, model: Model, mesh: Mesh, keys: Facts) -> str:
 def _broken(framework: str, facts: Facts) -> Iterator[tuple[Any, str]]:
     """The checks of a framework, each with its sentence; keys that are left out are idle."""
     found = _IDLE | {key: value for key, value in facts.items() if value is not None}
-    family = "one card" if framework in ONE_CARD else framework.partition("-")[0]
+    family = framework.partition("-")[0]
     return chain.from_iterable(refusals.broken(name, found) for name in dict.fromkeys((family, framework)))
 
 

@@ -16,8 +16,7 @@ Settings = dict[str, Any]
 
 TRAINING = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
 SERVING = ("vllm", "sglang", "tensorrt-llm")
-ONE_CARD = ("unsloth", "torchtune")
-FINETUNING = ("peft", *ONE_CARD)
+FINETUNING = ("peft", "unsloth")
 SEARCHED = (*TRAINING, "peft")
 """Those that a search chooses among."""
 _MAKERS = {"intel": ("deepspeed", "accelerate")}

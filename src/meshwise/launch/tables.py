@@ -64,7 +64,6 @@ class LaunchTables(msgspec.Struct, frozen=True):
     model_elsewhere: dict[str, tuple[str, str]]
     tokenizers: dict[str, int]
     torchtitan_models: dict[str, tuple[str, str]]
-    torchtune_models: dict[str, tuple[str, str]]
 
 
 OF_TRAINER = ("deepspeed", "accelerate")

@@ -22,7 +22,7 @@ from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
-from meshwise.launch.finetune import model_id, peft_script, torchtune_words, unsloth_script
+from meshwise.launch.finetune import model_id, peft_script, unsloth_script
 from meshwise.launch.runs import check
 from meshwise.launch.settings import FINETUNING, FRAMEWORKS, TRAINING, Settings, training_on, write_settings
 from meshwise.launch.shape import shape_of, unsaid
@@ -117,8 +117,8 @@ def launch(
         lost |= {sentence: sentence for sentence in without_name}
     settings = {name: value and read_value(framework, name, value) for name, value in settings.items()}
     lost |= _model_not_expressed(framework, model, plan)
-    flags, files, lacks = _forms(framework, settings, model, facts)
-    lacks = [*lacks, *told("hosts of a job", cluster=cluster, node=node, num_nodes=facts["num_nodes"])]
+    flags, files = _forms(framework, settings, model, facts)
+    lacks = told("hosts of a job", cluster=cluster, node=node, num_nodes=facts["num_nodes"])
     lost |= {sentence: sentence for sentence in lacks}
     beside = {file.path: f'"${{JOB:-.}}"/{file.path}' for file in files}
     command = _command(
@@ -155,21 +155,12 @@ def _model_not_expressed(framework: str, model: Model, plan: Plan) -> dict[str, 
 # --- forms -------------------------------------------------------------------------------------
 
 
-def _forms(
-    framework: str, settings: Settings, model: Model, facts: Facts
-) -> tuple[list[str], list[File], list[str]]:
-    """The words of the command line, the files that they name, and what no file of the framework has."""
-    if framework == "torchtune":
-        words, lacks = torchtune_words(settings, model, facts)
-        return words, [], [lacks] * bool(lacks)
+def _forms(framework: str, settings: Settings, model: Model, facts: Facts) -> tuple[list[str], list[File]]:
+    """The words of the command line, and the files that they name."""
     if framework in FINETUNING:
         script = {"peft": peft_script, "unsloth": unsloth_script}[framework](settings, model)
         beside = [_accelerate_file(settings)] * (facts["num_gpus"] > 1)
-        return ["train.py"], [File("train.py", script), *beside], []
-    return *_words_and_files(framework, settings, model), []
-
-
-def _words_and_files(framework: str, settings: Settings, model: Model) -> tuple[list[str], list[File]]:
+        return ["train.py"], [File("train.py", script), *beside]
     dashed = {name: value for name, value in settings.items() if name.startswith("--")}
     dotted = {name: value for name, value in settings.items() if name[0] not in "-$"}
     if framework == "torchtitan":
