@@ -237,7 +237,8 @@ def _active_frac(alpha: float, low: float, high: float, mean_tokens: float) -> f
     count, total = (_moment(order, alpha, low, high) for order in range(2))
     half = min(max(0.5 * total / count / mean_tokens, low), high)
     above = _moment(0, alpha, half, high) / count
-    return min(above + _moment(1, alpha, low, half) / total * mean_tokens, 1.0)
+    lost = _moment(1, alpha, low, half) / total * mean_tokens
+    return min(above + lost, 1.0)
 
 
 def _moment(order: int, alpha: float, low: float, high: float) -> float:

@@ -27,7 +27,7 @@ LINKS_FRAC, OVERLAP_FRAC = 0.8, 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversity:
-    """Factors of the rates of a machine: of compute and memory, of links, and of what hides behind compute."""
+    """Factors of the rates of kernels (compute and memory) and of links, and of what hides behind compute."""
 
     kernels: float = 1.0
     links: float = 1.0

@@ -99,11 +99,12 @@ class Result(Shown):
     no other beats in both step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least
     memory, and each of `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that
     the caller wants to see beside the best. `complete` is false where the search was stopped: then the best
-    are those so far. `stated`: the values that keys were given; `to`: the framework whose plans alone were looked at. `runnable`: the
-    fastest plan that a framework runs; `simplest`: the simplest as fast as the first of `best`, as far as the
-    interval tells; `offloaded`: the fastest with states of the optimizer on the host, where few plans fit
-    without and it is much faster. `robust`: plans are ranked, and those of `pareto` priced, under all
-    adversities. `not_tried`: the largest value tried of each size that has larger ones.
+    are those so far. `stated`: the values that keys were given; `to`: the framework whose plans alone were
+    looked at. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as fast as the
+    first of `best`, as far as the interval tells; `offloaded`: the fastest with states of the optimizer on
+    the host, where few plans fit without and it is much faster. `robust`: plans are ranked, and those of
+    `pareto` priced, under all adversities. `not_tried`: the largest value tried of each size that has larger
+    ones.
     """
 
     plans_considered: int
@@ -223,8 +224,8 @@ def search(
     framework, which must run the plan.
     `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
     adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
-    ones (`not_tried` says which are larger), but of keys that are `*`. `with_changes`: what would fit where nothing does, and what offloading gives
-    where little does.
+    ones (`not_tried` says which are larger), but of keys that are `*`. `with_changes`: what would fit where
+    nothing does, and what offloading gives where little does.
     `unwanted`: where plans are left out, one reason after another.
     `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them. The result has no `best`
     where nothing fits.

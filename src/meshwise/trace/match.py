@@ -179,7 +179,8 @@ def _offset_bounds(a: Sequence[Transfer], b: Sequence[Transfer]) -> tuple[int, i
         return 0, 0
     (start_a, end_a), (start_b, end_b) = times([a[i] for i in strict]), times([b[i] for i in strict])
     low, high = int((start_b - end_a).max()), int((end_b - start_a).min())
-    return (low, high) if low <= high + _SLACK_NS + _DRIFT * int(end_a.max() - start_a.min()) else None
+    slack = _SLACK_NS + _DRIFT * int(end_a.max() - start_a.min())
+    return (low, high) if low <= high + slack else None
 
 
 def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int, list[int]]:
