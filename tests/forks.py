@@ -1,9 +1,11 @@
 """Scripts as forks of the server that ranks are forks of: torch is imported once, not by each (two seconds).
 
-What torchrun or srun would set is their environment; each may enter a network namespace, as another host.
+What torchrun or srun would set is their environment; each may enter a network namespace, as another host. In
+a dry run the hook comes before the script, which finds imported what the hook would import.
 """
 
 import ctypes
+import multiprocessing as mp
 import os
 import runpy
 import sys
@@ -14,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from meshwise.runtime.launch import _context
+from meshwise.runtime.profile import HOOK
 
 PATIENCE_S = 120.0
 """A loaded machine's."""
@@ -49,7 +52,8 @@ def start_script(folder: Path, words: list[str], environment: Mapping[str, str],
     out, err = folder / f"{number}.out", folder / f"{number}.err"
     out.touch(), err.touch()
     arguments = (words, dict(environment), host, out, err)
-    process = _context("cpu").Process(target=_run, args=arguments, daemon=True)
+    process = _context("cpu").Process(target=_run, args=arguments)
+    process.daemon = "MESHWISE_SCRIPT" not in environment  # such a script may have children
     process.start()
     return Script(process, out, err)
 
@@ -62,4 +66,11 @@ def _run(words: list[str], environment: dict[str, str], host: str, out: Path, er
             assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
     os.environ.update(environment)
     sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+    if "MESHWISE_SCRIPT" in environment:
+        mp.set_start_method(None, force=True)
+        runpy.run_path(str(HOOK / "sitecustomize.py"))
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)

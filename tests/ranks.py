@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import runpy
 import signal
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -51,17 +49,6 @@ def fail_on(place: RankPlace, failing: int, how: str) -> None:
             os._exit(7)
         raise PlanError("these sizes do not divide") if how == "refuses" else ValueError("broken on purpose")
     dist.barrier()
-
-
-def run_script(place: RankPlace, words: list[str], port: int) -> None:
-    """Be one rank of a script that makes its process group itself, at a store that listens on `port`."""
-    dist.barrier()  # a rank that leaves while another still connects ends both
-    dist.destroy_process_group()
-    world = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world_size}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    os.environ.update({name: str(value) for name, value in world.items()})
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
 
 
 def many_sums(place: RankPlace, num: int) -> int:

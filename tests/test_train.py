@@ -64,12 +64,6 @@ def test_loss_and_gradients_are_those_of_one_rank(words: str, pool: Ranks) -> No
     assert found["gradients"] < 1e-10
 
 
-def test_fp32_agrees_to_its_precision(pool: Ranks) -> None:
-    found = checked(pool, plan="pp=2,tp=2,dtype=fp32", batch=4)
-    assert found["loss"] < 1e-6
-    assert found["gradients"] < 1e-6
-
-
 @pytest.mark.parametrize(
     ("plan", "model"), [("zero=3,dtype=fp8", "llama"), ("ep=2,lora_rank=4,dtype=fp8", "moe")]
 )
