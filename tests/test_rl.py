@@ -385,7 +385,7 @@ def test_what_a_script_says_is_read_or_listed(words: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("to", ["verl", "nemo-rl"])
 def test_candidates_are_what_the_framework_runs_and_no_simple_plan_is_faster(to: str) -> None:
     """Of 16 GPUs a pool has whole nodes; plans are ranked by what the trainer takes, not by full bins."""
-    asked: Any = {"prompts": 64, "samples": 8, "output": 256, "mode": "one_step_off", "updates": 4}
+    asked: Any = {"prompts": 16, "samples": 8, "output": 256, "mode": "one_step_off", "updates": 4}
     found = mw.rl("qwen2.5-7b", "h100-80g-sxm:16", framework=to, **asked)
     bars = [name for part in page(found).sections if isinstance(part, Chart) for name in part.marks[0].names]
     assert len({name.partition(": ")[2] for name in bars}) == len(bars) > 1
