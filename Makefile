@@ -65,7 +65,7 @@ newest:  # what runs in the environments of others, with the newest torch of the
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install -qq --no-cache-dir '$(NEWEST)' --editable '.[torch,dev]'
 	.venv-newest/bin/python -c 'import torch; print("torch", torch.__version__)'
-	.venv-newest/bin/pytest -n 2 --dist loadfile -k "not real_ranks and not sleeper and not stopped" \
+	.venv-newest/bin/pytest -n 2 --dist loadfile -k "not real_ranks and not sleeper and not stopped and not one_card and not older and not without_meshwise and not two_hosts" \
 		tests/test_torch_private.py tests/test_script.py tests/test_profile.py tests/test_dry_run.py
 	rm -rf .venv-newest
 

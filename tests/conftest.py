@@ -57,6 +57,25 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield ranks
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Dry runs of `python script.py` are forks of a server that has their imports; all else starts anew."""
+    from forks import start_script
+    from meshwise.runtime.launch import _PRELOAD
+    from meshwise.runtime.profile import run_command
+
+    def run(words: list[str], environment: dict[str, str], stdout: Any) -> tuple[int | None, float]:
+        if words[0] != "python" or words[1] == "-m":
+            return run_command(words, environment, stdout)
+        script = start_script(tmp_path_factory.mktemp("forked"), words[1:], environment)
+        code = script.end()
+        print(script.out.read_text(), end="", file=sys.stderr if stdout else None)
+        return code, 0.0
+
+    monkeypatch.setattr("meshwise.runtime.launch._PRELOAD", [*_PRELOAD, "meshwise.runtime.script.child"])
+    monkeypatch.setattr("meshwise.runtime.script.start.run_command", run)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command left: exit code, stdout and stderr."""

@@ -51,8 +51,7 @@ def start_script(folder: Path, words: list[str], environment: Mapping[str, str],
     number = len(list(folder.glob("*.err")))
     out, err = folder / f"{number}.out", folder / f"{number}.err"
     out.touch(), err.touch()
-    arguments = (words, dict(environment), host, out, err)
-    process = _context("cpu").Process(target=_run, args=arguments)
+    process = _context("cpu").Process(target=_run, args=(words, dict(environment), host, out, err))
     process.daemon = "MESHWISE_SCRIPT" not in environment  # such a script may have children
     process.start()
     return Script(process, out, err)
@@ -64,9 +63,11 @@ def _run(words: list[str], environment: dict[str, str], host: str, out: Path, er
     if host:
         with Path("/run/netns", host).open() as namespace:
             assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
-    os.environ.update(environment)
     sys.argv = words
-    if "MESHWISE_SCRIPT" in environment:
+    if is_dry := "MESHWISE_SCRIPT" in environment:
+        os.environ.clear()
+    os.environ.update(environment)
+    if is_dry:
         mp.set_start_method(None, force=True)
         runpy.run_path(str(HOOK / "sitecustomize.py"))
     try:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 import meshwise as mw
 from forks import start_script
-from meshwise.runtime.launch import _PRELOAD
 from other_python import other_python
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Dry runs are forks of a server that has all they import; other tests start them as users do."""
-    folder = tmp_path_factory.mktemp("forked")
-
-    def run(words: list[str], environment: dict[str, str], _: Any) -> tuple[int | None, float]:
-        script = start_script(folder, words[1:], environment)
-        code = script.end()
-        print(script.out.read_text(), end="")
-        return code, 0.0
-
-    monkeypatch.setattr("meshwise.runtime.launch._PRELOAD", [*_PRELOAD, "meshwise.runtime.script.child"])
-    monkeypatch.setattr("meshwise.runtime.script.start.run_command", run)
-
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 FSDP2, DDP = (["python", str(SCRIPTS / name)] for name in ("fsdp2.py", "ddp.py"))
 LAYERS, STEPS = 3, 2
@@ -55,7 +39,6 @@ def total(rows: list[dict[str, Any]], column: str, **wanted: Any) -> float:
     return sum(row["count"] * (row[column] or 0) for row in rows if wanted.items() <= row.items())
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(4, "--tp 2 --ac"), *((2, f"--accumulate 2 --wrap {how}") for how in ("fsdp1", "ddp"))],
@@ -78,7 +61,6 @@ def test_agrees_with_real_ranks(ranks: int, options: str, tmp_path: Path) -> Non
     assert fake.tensors_peak_bytes == pytest.approx(real["peak_bytes"], rel=1e-3)
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_rank_of_a_large_world(meshwise: Any) -> None:
     words = ("--ranks", "1024", "--rank", "777", "--json", "--", *FSDP2, "--tp", "2", "--ac")
     document = meshwise("dryrun", *words).document
@@ -99,7 +81,6 @@ def test_a_rank_of_a_large_world(meshwise: Any) -> None:
     assert tensors <= document["tensors_peak_bytes"] < document["peak_bytes"]
 
 
-@pytest.mark.usefixtures("forked")
 def test_ddp_with_all_that_goes_around_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +101,6 @@ def test_ddp_with_all_that_goes_around_a_step(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("forked")
 def test_checkpoints_of_torch_distributed(tmp_path: Path) -> None:
     """What is saved comes back, what one real process has written is read, and nothing is overwritten."""
     weights = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -135,7 +115,6 @@ def test_checkpoints_of_torch_distributed(tmp_path: Path) -> None:
     assert not list((tmp_path / "saved").glob("*"))
 
 
-@pytest.mark.usefixtures("forked")
 def test_pipeline_stages_tell_each_other_shapes() -> None:
     """1F1B of 8 microbatches: a middle stage receives and sends an activation and a gradient for each."""
     found = mw.dry_run_script(["python", str(SCRIPTS / "pipeline.py")], ranks=3, rank=1)
@@ -153,13 +132,11 @@ def written(folder: Path, text: str) -> list[str]:
     return ["python", str(path)]
 
 
-@pytest.mark.usefixtures("forked")
 def test_objects_of_other_ranks_are_data() -> None:
     with pytest.raises(mw.MeshwiseError, match=r"rank 0 sends an object of fractions\.Fraction"):
         mw.dry_run_script(["python", str(SCRIPTS / "objects.py")], ranks=2, rank=1)
 
 
-@pytest.mark.usefixtures("forked")
 def test_frozen_weights_are_parameters_too() -> None:
     found = mw.dry_run_script(["python", str(SCRIPTS / "frozen.py")])
     assert found.states_bytes["parameters"] == found.alive_at_peak["parameters"] == 2 * 4 * 512**2
@@ -176,7 +153,6 @@ def test_an_environment_without_meshwise(tmp_path: Path, monkeypatch: pytest.Mon
     assert (found.peak_row["op"], found.alive_at_peak["new_empty (forward)"]) == ("mm", 4 << 20)
 
 
-@pytest.mark.usefixtures("forked")
 def test_pieces_of_scripts() -> None:
     """DDP that finds unused parameters reduces all, in bf16 by its hook; experts without dropping are
     balanced, their scores being unknown; known values are kept and exchanged; an op with a shape is a row."""
@@ -198,7 +174,6 @@ def test_pieces_of_scripts() -> None:
     assert written_bytes == [("forward", 16), ("backward", 16)]
 
 
-@pytest.mark.usefixtures("forked")
 def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads() -> None:
     """MATH keeps scores; of heads unlike those of v, and of fp64, CUDA's flash takes none."""
     rows = mw.dry_run_script(["python", str(SCRIPTS / "attention.py")]).ledger.rows()
@@ -206,7 +181,6 @@ def test_attention_runs_a_kernel_that_is_enabled_and_takes_its_heads() -> None:
     assert ran == ["efficient", "safe", "efficient", "safe"]
 
 
-@pytest.mark.usefixtures("forked")
 def test_what_the_second_gpu_of_a_host_finds() -> None:
     """Optimizers take `foreach`; half the pairs of each document, whose unknown ends are as far apart.
 
@@ -228,7 +202,7 @@ def test_what_the_second_gpu_of_a_host_finds() -> None:
 def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Any) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cu128'\n")
     (tmp_path / "train.py").write_text("import torch\n")
-    done = meshwise("dryrun", "--ranks", "2", "--", "python", str(tmp_path / "train.py"))
+    done = meshwise("dryrun", "--ranks", "2", "--", sys.executable, str(tmp_path / "train.py"))
     assert done.code == 3
     assert "dry runs of scripts need torch 2.13 or newer, and this is 2.9.1+cu128" in done.err
     assert len(done.err.splitlines()) == 1
@@ -258,7 +232,6 @@ def test_one_card_of_ones_own(tmp_path: Path, meshwise: Any, monkeypatch: pytest
     assert meshwise(*words, "-m", "torch.distributed.run", path).document["fits"]
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("stated", table("breaking_scripts")["scripts"], ids=lambda of: of["says"][:40])
 def test_what_breaks_is_named_with_its_place(stated: Any, tmp_path: Path, meshwise: Any) -> None:
     of = {"rank": 5, "code": 1} | stated
@@ -276,7 +249,7 @@ def test_compared_with_a_stated_model(tmp_path: Path, meshwise: Any) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     words = f"{path} --cluster h100-80g-sxm:4 --plan implementation=fsdp2,zero=3 --batch 8 --seq 128"
-    done = meshwise("compare", "--estimate", words, "--rank", "3", "--json", "--", *FSDP2)
+    done = meshwise("compare", "--estimate", words, "--rank", "3", "--json", "--", sys.executable, FSDP2[1])
     assert (done.code, done.document["agree"], done.document["ranks"]) == (1, False, 4)
     rows = {(row["module"], row["op"], row["phase"], row["column"]): row for row in done.document["rows"]}
     flop = {place: row for place, row in rows.items() if place[3] == "flop"}
