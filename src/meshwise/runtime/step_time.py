@@ -11,7 +11,7 @@ Other ranks do the same at the same time: what a stage of a pipeline waits for i
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from meshwise.program.op import Op
 from meshwise.trace.intervals import NO_SPANS, difference, joined, length, merged, shares
 
 SOFTWARE = "torch-2024"
-"""Whose attention and whose cost of a launch a program has that is run op by op."""
+"""Whose overheads a program pays that runs op by op: attention, launches, what kernels get of the memory."""
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward")
 _NS = 1e9
 
@@ -61,32 +61,22 @@ def step_time(
     `strides`: how far apart the ranks of each axis are; `fp32`: the dtype that matmuls of fp32 run in.
     Raises ClusterError for a dtype that the chip has no units for.
     """
-    overheads, axes = _overheads(cluster), ledger["axis"]
+    overheads, axes = find_overheads(cluster.chip, SOFTWARE), ledger["axis"]
     ops = [_op(row, strides, fp32) for row in ledger.rows()]
     row_ns = np.rint(_NS * np.array(_seconds(ops, cluster, overheads))).astype(np.int64)
     of = np.array([row for row, *_ in launches], dtype=np.intp)
     start, end, launched_ns = _played(launches, row_ns.tolist(), round(_NS * overheads.host_s))
-    kinds = np.array([_kind(op) for op in ops])[of]
-    parts_ns: dict[str, float] = {}
-    covered = NO_SPANS
-    for kind in ("compute", "memory", "optimizer"):
-        spans = difference(merged(start[kinds == kind], end[kinds == kind]), covered)
-        parts_ns[kind], covered = length(spans), joined(covered, spans)
-    is_sent = kinds == "communication"
-    exposed_ns = np.zeros(len(of))
-    sent = merged(start[is_sent], end[is_sent])
-    exposed_ns[is_sent] = shares(start[is_sent], end[is_sent], difference(sent, covered))
-    idle_ns = max([launched_ns, *end.tolist()]) - length(joined(covered, sent))
+    parts_ns, open_ns, busy_ns = _spent(np.array(list(map(_kind, ops)))[of], start, end)
     # what hides takes cores and bandwidth from what it hides behind
-    hidden_ns = np.where(is_sent, (end - start) - exposed_ns, 0.0)
-    lost_ns = np.bincount(of, exposed_ns + overheads.interference_frac * hidden_ns, len(ops))
+    lost_ns = open_ns + overheads.interference_frac * (row_ns[of] - open_ns)
+    lost_ns = np.where(axes != "", np.bincount(of, lost_ns, len(ops)), np.nan)
     parts_ns |= {f"comm_{axis}": lost_ns[axes == axis].sum() for axis in dict.fromkeys(axes[axes != ""])}
-    parts_ns["host"] = idle_ns
+    parts_ns["host"] = max([launched_ns, *end.tolist()]) - busy_ns
     parts_ns["stragglers"] = sum(parts_ns.values()) * overheads.straggler_frac * math.log2(cluster.num_chips)
     parts_s = {name: float(each_ns) / _NS for name, each_ns in parts_ns.items()}
-    lost_s = np.where(axes != "", lost_ns / np.maximum(np.bincount(of, minlength=len(ops)), 1) / _NS, np.nan)
     step_s = sum(parts_s.values())
-    timed = Ledger(ledger.columns | {"time_s": row_ns / _NS, "exposed_s": lost_s})
+    exposed_s = lost_ns / np.maximum(np.bincount(of, minlength=len(ops)), 1) / _NS
+    timed = Ledger(ledger.columns | {"time_s": row_ns / _NS, "exposed_s": exposed_s})
     notes = (_NOTE,) if {"send", "recv"} & {*ledger["collective"]} else ()
     return StepTime(step_s, _interval(step_s, cluster), parts_s, timed, notes)
 
@@ -97,12 +87,8 @@ def row_seconds(ledger: Ledger, cluster: Cluster) -> Ledger:
     ClusterError for a dtype that the chip has no units for.
     """
     ops = [_op(row, {}, "fp32") for row in ledger.rows()]
-    return Ledger(ledger.columns | {"time_s": np.array(_seconds(ops, cluster, _overheads(cluster)))})
-
-
-def _overheads(cluster: Cluster) -> Overheads:
-    """Those of PyTorch, whose ops move what they say that they move."""
-    return replace(find_overheads(cluster.chip, SOFTWARE), kernel_passes=1.0)
+    seconds = _seconds(ops, cluster, find_overheads(cluster.chip, SOFTWARE))
+    return Ledger(ledger.columns | {"time_s": np.array(seconds)})
 
 
 def _op(row: Mapping[str, Any], strides: Mapping[str, float], fp32: str) -> Op:
@@ -167,6 +153,22 @@ def _played(launches: Sequence[Launch], row_ns: Sequence[int], host_ns: int) -> 
         starts.append(max([now, *map(ends.__getitem__, after)]))
         ends.append(starts[-1] + row_ns[row])
     return np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64), now
+
+
+def _spent(kinds: Any, start: Any, end: Any) -> tuple[dict[str, float], Any, int]:
+    """Time of each kind of kernel, what of each collective lies beside no kernel, and all time of both.
+
+    Time in which kernels of two kinds run is the first one's.
+    """
+    parts_ns: dict[str, float] = {}
+    covered = NO_SPANS
+    for kind in ("compute", "memory", "optimizer"):
+        spans = difference(merged(start[kinds == kind], end[kinds == kind]), covered)
+        parts_ns[kind], covered = length(spans), joined(covered, spans)
+    sent, open_ns = kinds == "communication", np.zeros(len(kinds))
+    spans = merged(start[sent], end[sent])
+    open_ns[sent] = shares(start[sent], end[sent], difference(spans, covered))
+    return parts_ns, open_ns, length(joined(covered, spans))
 
 
 def _interval(step_s: float, cluster: Cluster) -> Interval:
