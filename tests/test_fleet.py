@@ -1,6 +1,5 @@
 """Fleets: what caches hold, where routers send, when replicas start; against closed forms, and conserved."""
 
-import json
 import math
 from dataclasses import replace
 from inspect import signature
@@ -190,13 +189,10 @@ JOB = "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --prompt 1000 --outp
 BASE = JOB.split()
 
 
-def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
-    meshwise: Any, tmp_path: Path
-) -> None:
+def test_command_writes_records_that_agree_with_its_figures(meshwise: Any, tmp_path: Path) -> None:
     words = "--rate 30 --workers 3 --router session --turns 5 --think-s 2 --shared-prefix 300"
     words += " --num-requests 600 --percentile 75 --ttft-ms 60 --json"
-    files = ("--csv", str(tmp_path / "records.csv"), "--trace", str(tmp_path / "trace.json"))
-    document = meshwise(*BASE, *words.split(), *files).document
+    document = meshwise(*BASE, *words.split(), "--csv", str(tmp_path / "records.csv")).document
     rows = csv_rows(tmp_path / "records.csv")
     assert len(rows) == 600
     ttft_s = [float(row["ttft_s"]) for row in rows]
@@ -207,18 +203,6 @@ def test_command_writes_records_and_a_timeline_that_agree_with_its_figures(
     assert len({row["session"] for row in rows}) == 120
     replicas = {row["session"]: row["replica"] for row in rows}
     assert all(replicas[row["session"]] == row["replica"] for row in rows)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    e2e_s = sum(float(row["e2e_s"]) for row in rows)
-    assert sum(one["dur"] for one in slices) / 1e6 == pytest.approx(e2e_s, rel=1e-5)
-    for track in {(one["pid"], one["tid"]) for one in slices}:
-        ends = 0.0
-        for one in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: e["ts"]):
-            assert one["ts"] >= ends - 1e-3
-            ends = one["ts"] + one["dur"]
-    counters = [event for event in events if event["ph"] == "C"]
-    assert {event["name"] for event in counters} == {"requests waiting", "requests running", "replicas"}
-    assert all(event["args"]["num"] >= 0 for event in counters)
     watts = document["power_watts"]
     assert 0.3 * 2100 < watts["gpus"] < 2100 < watts["wall"] + 3 * 300
     tokens_per_s = 3 * document["output_tokens_per_s_per_gpu"]

@@ -176,7 +176,6 @@ def serve(
     ray: str = "",
     csv: Path | None = None,
     plot: Path | None = None,
-    trace: Path | None = None,
     html: Path | None = None,
     out: Path | None = None,
     json: bool = False,
@@ -192,18 +191,13 @@ def serve(
     Args:
         csv: Write a row for each request of the load to this CSV file; or each layout considered.
         plot: Draw the trade-offs (png, svg, pdf).
-        trace: Write a timeline of the load for Perfetto: replicas, requests, what waits.
         out: Write the files of --to into this folder [print them].
     """
     with on_nodes(ray), how_far(""):
         found = api.serve(**asked)
-    refuse("serve outputs", WorkloadError, found=found, ray=ray, plot=plot, csv=csv, trace=trace, out=out)
+    refuse("serve outputs", WorkloadError, found=found, ray=ray, plot=plot, csv=csv, out=out)
     columns = found.columns if csv is not None else {}
     write_rows(csv, [list(columns), *zip(*columns.values(), strict=True)])
-    if trace is not None and found.load is not None:
-        from meshwise.report.timelines import load_events, write_events
-
-        write_events([*load_events(found.load.simulated)], trace)
     if out is not None and found.deployment is not None:
         found.deployment.write(out)
     show(found, json=json, html=html, plot=plot, ok=not found.is_no, with_files=out is None)

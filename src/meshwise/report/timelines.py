@@ -1,4 +1,4 @@
-"""Timelines for ui.perfetto.dev or chrome://tracing: a pipeline, the step of a plan, a load on a fleet.
+"""Timelines for ui.perfetto.dev or chrome://tracing: a pipeline, the step of a plan.
 
 The Trace Event format: one process per rank with one track, a complete event (`ph: X`, microseconds)
 per action, and metadata events (`M`) that name processes and tracks. Times are rounded to whole
@@ -20,7 +20,6 @@ from meshwise.cost.simulate import KINDS, Timeline
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.step import play
 from meshwise.plan.stages import Stage, chunks, layers_of_chunks
-from meshwise.serve.simulate import Served
 
 _CATEGORIES = ("forward", "backward", "backward_input", "backward_weight")
 """Of the kinds of actions, in the order of `KINDS`."""
@@ -102,53 +101,3 @@ def _once_a_step(estimate: Estimate, timeline: Timeline) -> Iterator[dict[str, A
         for (name, (category, _)), start, end in zip(parts.items(), ends_ns, ends_ns[1:], strict=False):
             if end > start:
                 yield complete(name, category, rank, start, end, {})
-
-
-# --- a load --------------------------------------------------------------------------------------
-#
-# A request is three slices: it waits (front end, queue, a cache on its way), its prompt is computed, its
-# tokens come. Counters say how many requests wait and run on each replica, and how many replicas are paid
-# for. With separate pools a request is shown on the worker that decodes it.
-
-PHASES = ("wait", "prompt", "tokens")
-
-
-def load_events(served: Served) -> Iterator[dict[str, Any]]:
-    """The events of all replicas in the Trace Event format."""
-    times = [served.sent_s, served.start_s, served.first_s, served.last_s]
-    start_s = min(float(served.sent_s.min()), *(start for start, _ in served.lives_s))
-    ns = np.rint(1e9 * (np.array(times) - start_s)).astype(np.int64)
-    for replica in range(int(served.replica.max()) + 1):
-        which = np.flatnonzero(served.replica == replica)
-        which = which[np.argsort(ns[0, which], kind="stable")]
-        yield metadata("process_name", replica, {"name": f"replica {replica}"})
-        yield from _slices(served, replica, which, ns)
-        yield from _counter("requests waiting", replica, ns[0, which], ns[1, which])
-        yield from _counter("requests running", replica, ns[1, which], ns[3, which])
-    lives = np.rint(1e9 * (np.array(served.lives_s) - start_s)).astype(np.int64)
-    yield metadata("process_name", len(lives), {"name": "fleet"})
-    yield from _counter("replicas", len(lives), lives[:, 0], lives[:, 1])
-
-
-def _slices(served: Served, replica: int, which: Any, ns: Any) -> Iterator[dict[str, Any]]:
-    """Each request on the first lane that is free."""
-    taken_until: list[int] = []
-    for index in which.tolist():
-        times = ns[:, index].tolist()
-        lane = next((i for i, end in enumerate(taken_until) if end <= times[0]), len(taken_until))
-        if lane == len(taken_until):
-            yield metadata("thread_name", replica, {"name": f"lane {lane}"}) | {"tid": lane}
-        taken_until[lane : lane + 1] = [times[3]]
-        args = {"request": index} | {key: int(getattr(served, key)[index]) for key in ("output", "found")}
-        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
-            if end > start:
-                yield complete(f"{phase} {index}", phase, replica, start, end, args) | {"tid": lane}
-
-
-def _counter(name: str, replica: int, begin: Any, end: Any) -> Iterator[dict[str, Any]]:
-    """How many have begun and not ended, at each change."""
-    at = np.concatenate([begin, end])
-    step = np.concatenate([np.ones(begin.size), -np.ones(end.size)])
-    order = np.lexsort((step, at))
-    for ns, num in zip(at[order].tolist(), np.cumsum(step[order]).astype(int).tolist(), strict=True):
-        yield {"ph": "C", "name": name, "pid": replica, "tid": 0, "ts": ns / 1000, "args": {"num": num}}
