@@ -165,19 +165,6 @@ def test_an_engine_encodes_images_before_their_prompt() -> None:
     assert text["encoding"] is None and text["passes"][0]["token_s"] == read["passes"][0]["token_s"]
 
 
-def test_a_pool_of_encoders_takes_their_work_and_weights() -> None:
-    text = serve(images=0, image_size="", prompt=500 + 4 * 768, rate=1.0, num_requests=40)
-    beside = serve(rate=1.0, num_requests=40)
-    pool = serve(rate=1.0, num_requests=40, price=2, encoder_cluster="h100-80g-sxm:1", encoder_workers=2)
-    assert (pool["num_gpus"], pool["encoding"]["pool_gpus"], round(pool["usd_per_hour"], 6)) == (6, 2, 12)
-    assert 200 < pool["power_watts"]["gpus"] - text["power_watts"]["gpus"] < 2 * 700  # two that mostly wait
-    assert pool["weight_bytes"] == text["weight_bytes"] < beside["weight_bytes"]
-    assert pool["first_token_s"] > text["first_token_s"] + pool["encoding"]["transfer_s"]
-    assert text["ttft_s"]["mean"] < beside["ttft_s"]["mean"]
-    slow = serve(rate=100.0, num_requests=200, encoder_cluster="h100-80g-sxm:1")  # more than it can encode
-    assert slow["ttft_s"]["p99"] > 0.8 * (200 * slow["encoding"]["request_s"] - 200 / 100.0) > 2.0
-
-
 def test_layers_that_attend_to_images() -> None:
     """Text alone skips them: the work of Llama 3.1 8B. 10,670,220,835 parameters in all (its safetensors)."""
     model = model_from_config(TOWERS["mllama"], name="mllama")

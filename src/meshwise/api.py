@@ -358,8 +358,6 @@ def serve(
     images: int = 0,
     image_size: str = "",
     audio_s: float = 0.0,
-    encoder_cluster: str | Path | Cluster = "",
-    encoder_workers: int = 1,
     sequences: Counts = (),
     token_s: Latency | None = None,
     ttft_s: Latency | None = None,
@@ -417,8 +415,6 @@ def serve(
         images: Images in each request; their tokens come on top of those of the prompt.
         image_size: As in `estimate`.
         audio_s: Seconds of sound in each request; its tokens come on top too.
-        encoder_cluster: GPUs of an instance that only encodes images and sound [those of the model].
-        encoder_workers: How many of them.
         sequences: Running sequences of the instance: 1,8,64 [powers of two, up to what fits].
         token_s: Latency target per output token; also report the largest batch that meets it.
         ttft_s: Latency target for the first token under load.
@@ -475,7 +471,6 @@ def serve(
     from meshwise.model.architecture import in_sequence, with_capacity, with_copies
     from meshwise.plan.plan import Plan
     from meshwise.serve.answer import answer, fewest, parse_prices
-    from meshwise.serve.encoding import encoder_pool
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.instances import Instances, StatedPlan
     from meshwise.serve.kubernetes import pools_under
@@ -496,10 +491,6 @@ def serve(
     mixture = with_copies(with_capacity(_model(model), capacity_factor), redundant_experts)
     architecture = _with_inputs(mixture, images, image_size, audio_s)
     prompt += in_sequence(architecture) * (trace is None)
-    encoders = None
-    if encoder_cluster:
-        encoders = encoder_pool(architecture, _cluster(encoder_cluster), encoder_workers, _plan(plan))
-        architecture = replace(architecture, towers=())
     instances = Instances(
         model=architecture, prompt=prompt, output=output, engine=parse_engine(engine or "vllm"),
         engine_s=engine_s, memory_frac=0.9 if memory_frac is None else memory_frac, expert_skew=expert_skew,
@@ -517,7 +508,7 @@ def serve(
     usd = None if price is None else parse_prices(str(price))
     keys, limits = _choices(plan), limits_of(ttft_s, token_s, percentile)
     arrives = load is not None and not load.concurrency
-    is_laid_out = bool(prefill_plan or prefill_cluster or encoders) or (workers, prefill_workers) != (1, 1)
+    is_laid_out = bool(prefill_plan or prefill_cluster) or (workers, prefill_workers) != (1, 1)
     names = cluster.split(",") if isinstance(cluster, str) else [cluster]
     known = all(_cluster(name).chip.power_watts for name in names)
     refuse("energy of a server", WorkloadError, pue=pue, carbon=carbon, load=load, known=known)
@@ -543,7 +534,7 @@ def serve(
     if prefill_plan or prefill_cluster:
         of_prompts = _cluster(prefill_cluster or cluster, collectives)
         first = instances.on(of_prompts, stated(prefill_plan or plan), instances.engine.of_prompts)
-    fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers, encoders=encoders)
+    fleet = Fleet(whole, workers, first, prefill_workers, policy, tiers)
     found = answer(
         fleet, sequences, limits, requests=load, engine=engine, autoscale=autoscale, usd_per_gpu_hour=usd
     )

@@ -84,8 +84,6 @@ def _pools(fleet: Fleet) -> str:
     found = f"{fleet.workers} x {_layout(fleet.serving)}"
     if fleet.prefill:
         found = f"prefill {fleet.prefill_workers} x {_layout(fleet.prefill)}, decode {found}"
-    if pool := fleet.encoders:
-        found += f", encoders {pool.workers} x ({pool.cluster.num_chips} {pool.cluster.chip.name})"
     return found
 
 

@@ -21,7 +21,6 @@ from meshwise.plan.fields import catalog_fields, read_words
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import as_released
 from meshwise.serve import serving as est
-from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.instances import Instances
 from meshwise.serve.load import Fleet, LoadResult, cost, energy, has_room, pools_of, under_load
@@ -71,7 +70,6 @@ class ServingAnswer(Shown):
     usd_per_gpu_hour: Mapping[str, float] | None = None
     pue: float | None = None
     carbon: float | None = None
-    encoders: EncoderPool | None = None
     deployment: Deployment | None = None
     num_instances: int = 1
     has_details: bool = True
@@ -112,9 +110,8 @@ class ServingAnswer(Shown):
 
         Of a pool of prompts, and until its cache has been handed over, where there is one.
         """
-        before_s = self.encoders.request_s + self.encoders.transfer_s if self.encoders else 0.0
-        before_s += self.load.fleet.transfer_token_s * self.serving.prompt if self.load else 0.0
-        return before_s + first_token_s(self._of_prompts, self._engine)
+        handed_over_s = self.load.fleet.transfer_token_s * self.serving.prompt if self.load else 0.0
+        return handed_over_s + first_token_s(self._of_prompts, self._engine)
 
     @property
     def sequences_within_limit(self) -> int | None:
@@ -127,14 +124,6 @@ class ServingAnswer(Shown):
     def passes(self) -> list[dict[str, Any]]:
         """Time, rates and memory of a decode pass, as the engine of the load runs it, by sequences."""
         return rows(self.serving, self.sequences, self._engine)
-
-    @property
-    def _encoding(self) -> dict[str, Any] | None:
-        """Seconds of encoding what one request brings, and on how many GPUs; None for text alone."""
-        if pool := self.encoders:
-            return {"request_s": pool.request_s, "transfer_s": pool.transfer_s, "pool_gpus": pool.num_chips}
-        own = self.serving.encoding
-        return {"request_s": own.request_s, "transfer_s": 0.0, "pool_gpus": 0} if own else None
 
     @property
     def columns(self) -> dict[str, list[Any]]:
@@ -182,7 +171,7 @@ class ServingAnswer(Shown):
             "memory_bytes": memory,
             "first_token_kernels_s": est.first_token_kernels_s(first),
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(first) * first.groups / first.num_chips,
-            "encoding": self._encoding,
+            "encoding": of.encoding and {"request_s": of.encoding.request_s},
             "notes": [*est.notes(of), *self._graph_notes, *(load.notes if load else [self._interval_note])],
         }
         if not self.has_layout:
@@ -211,7 +200,7 @@ def answer(
             fleet = autoscaled(fleet, requests, runs, autoscale, limits)
         load = under_load(fleet, requests, runs, limits)
     shown, usd = _counts(serving, sequences), usd_per_gpu_hour
-    return ServingAnswer(serving, shown, limits.token_s, load, usd_per_gpu_hour=usd, encoders=fleet.encoders)
+    return ServingAnswer(serving, shown, limits.token_s, load, usd_per_gpu_hour=usd)
 
 
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:

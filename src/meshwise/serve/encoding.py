@@ -1,25 +1,20 @@
-"""Images and sound of requests: what encoding them takes an instance, or a pool of its own.
+"""Images and sound of requests: what encoding them takes an instance.
 
 An encoder runs before the prompt whose tokens it gives, on the same GPUs: cut by tp as the language model is,
 or, with `tower_dp=1`, each of these ranks encodes whole inputs (vLLM's `--mm-encoder-tp-mode data`). All
-inputs of a request are one batch. On a *pool of encoders* the language model's GPUs hold no encoder; the
-tokens travel to them over the outermost link.
+inputs of a request are one batch.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwise.core.errors import WorkloadError
-from meshwise.core.refusals import refuse
 from meshwise.estimate.priced_model import PricedModel
 from meshwise.estimate.priced_part import DENSE, Part, price_parts
-from meshwise.estimate.timing import Machine, machine_for
+from meshwise.estimate.timing import Machine
 from meshwise.estimate.tower import FRONT, tower_mesh, tower_stage
-from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, Tower, across, in_sequence
 from meshwise.model.weights import projector_weights
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import Plan
 from meshwise.program.cut import Cut
 from meshwise.program.parts import cut_of, parts
 from meshwise.program.serving import working_bytes
@@ -80,31 +75,3 @@ def _parts(model: Model, mesh: Mesh, machine: Machine) -> Iterator[tuple[Part, f
     forward = [op for op in projected(model, cut) if op.phase == "forward"]
     ops = hold(forward, projector_weights(model), cut, shards)
     yield price_parts({"projector": ops}, machine)["projector"], 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderPool:
-    """`workers` instances on `cluster` that only encode, each one request at a time."""
-
-    cluster: Cluster
-    workers: int
-    request_s: float
-    transfer_s: float
-
-    @property
-    def num_chips(self) -> int:
-        """GPUs of the pool."""
-        return self.workers * self.cluster.num_chips
-
-
-def encoder_pool(model: Model, cluster: Cluster, workers: int, plan: Plan) -> EncoderPool:
-    """A pool of encoders, whose ranks encode whole inputs of a request side by side."""
-    own = Plan(tp=cluster.num_chips, dtype=plan.dtype, tower_dp=True)
-    mesh = Mesh(world=float(cluster.num_chips), batch=1.0, seq=1.0, microbatch=1.0, num_microbatches=1.0,
-                tp=float(cluster.num_chips), plan=own, kind="prefill")  # fmt: skip
-    found = encoding(model, mesh, machine_for(cluster, own, "prefill"))
-    refuse("encoders", WorkloadError, workers=workers, found=found)
-    assert found
-    sent_bytes = (found.num_tokens + found.num_across) * model.hidden * cut_of(mesh).precision.act_bytes
-    transfer_s = sent_bytes / cluster.levels[-1].bytes_per_s
-    return EncoderPool(cluster=cluster, workers=workers, request_s=found.request_s, transfer_s=transfer_s)

@@ -14,7 +14,6 @@ from meshwise.estimate.intervals import Interval
 from meshwise.estimate.token_budget import usd_per_gpu_hour
 from meshwise.machine.hardware import Cluster, host_bytes_per_s
 from meshwise.model.weights import num_active_params
-from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.engine import Engine, interval_of
 from meshwise.serve.instance import ServingWorker
 from meshwise.serve.pass_times import mean_pass, tabulate
@@ -86,7 +85,6 @@ class Fleet:
     """`workers` instances of `serving`; with `prefill`, `prefill_workers` more that only take prompts.
 
     A `router` sends requests to them; with `scaling`, `workers` is how many there are at the start.
-    `encoders`: a pool that encodes the images and sound of requests.
     """
 
     serving: Serving
@@ -96,7 +94,6 @@ class Fleet:
     router: RouterPolicy = ROUND_ROBIN
     offload: Offload | None = None
     scaling: Autoscaling | None = None
-    encoders: EncoderPool | None = None
 
     def __post_init__(self) -> None:
         refuse("workers", WorkloadError, of=self)
@@ -110,9 +107,8 @@ class Fleet:
 
     @property
     def clusters(self) -> list[tuple[Cluster, int]]:
-        """The GPUs of an instance of each pool, of encoders too, and how many instances there are."""
-        encoders = [(self.encoders.cluster, self.encoders.workers)] if self.encoders else []
-        return [*((of.cluster, workers) for of, workers in self.pools), *encoders]
+        """The GPUs of an instance of each pool, and how many instances there are."""
+        return [(of.cluster, workers) for of, workers in self.pools]
 
     @property
     def pools(self) -> list[tuple[Serving, int]]:
@@ -281,7 +277,7 @@ def cost(load: LoadResult, price: Mapping[str, float]) -> dict[str, float]:
     """What tokens cost, at a price of each chip (`""`: of any).
 
     Prompts pay for the share of the time that they take (the prefill pool, where there is one), which is that
-    of the tokens that no cache held, and for a pool of encoders; generated tokens pay for the rest.
+    of the tokens that no cache held; generated tokens pay for the rest.
     """
     fleet, run, num = load.fleet, load.simulated, len(load.requests.prompt)
     prompt_tokens, found_tokens = sum(load.requests.prompt) / num, run.num_found / num
@@ -295,8 +291,6 @@ def cost(load: LoadResult, price: Mapping[str, float]) -> dict[str, float]:
         prompts_frac = load.requests_per_s * (whole_s - found_s) / (fleet.serving.groups * workers)
         first = last * min(prompts_frac * run.span_s / run.busy_s, 1.0)
         last -= first
-    if pool := fleet.encoders:
-        first += pool_usd_per_hour(pool.cluster, pool.workers, price)
     return {
         "usd_per_hour": first + last,
         "usd_per_million_input_tokens": 1e6 * first / (3600.0 * load.requests_per_s * prompt_tokens),
@@ -312,7 +306,6 @@ def energy(load: LoadResult, pue: float = 1.0, carbon: float | None = None) -> d
     By the model of `cost.power`: a GPU waits while its engine has no pass, and in a pass for the kernels of
     communication; in the rest it does the matrix FLOP of the tokens that it computes, two for each active
     parameter, of prompts what no cache held. The kernels' share is that of a decode pass of the mean batch.
-    A GPU of a pool of encoders works at the matrix rate that its limit sustains while it encodes.
     None where no power limit is published.
     """
     fleet, run = load.fleet, load.simulated
@@ -323,11 +316,6 @@ def energy(load: LoadResult, pue: float = 1.0, carbon: float | None = None) -> d
     if not all(cluster.chip.power_watts for cluster, _ in fleet.clusters):
         return {"power_watts": None, "joule_per_output_token": None, "kwh_per_million_output_tokens": None}
     watts = [(num * of.num_chips, _chip_watts(load, of, num, share)) for of, num, share in pools]
-    if encoders := fleet.encoders:
-        waiting_frac = max(1.0 - load.requests_per_s * encoders.request_s / encoders.workers, 0.0)
-        limit_watts = encoders.cluster.chip.power_watts
-        each = float(chip_watts(limit_watts, waiting_frac=waiting_frac, matrix_frac=1.0))
-        watts.append((encoders.num_chips, each))
     wall_watts = sum(chips * float(node_watts(each)) for chips, each in watts)
     joule = pue * wall_watts / load.output_tokens_per_s
     emitted = {} if carbon is None else {"co2_kg_per_million_output_tokens": joule / 3.6 * carbon / 1e3}
@@ -412,7 +400,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools:
     num_first = fleet.prefill_workers * (fleet.prefill.engines if fleet.prefill else 1)
     return Pools(
         worker, fleet.workers * serving.engines, first, num_first, transfer_s, fleet.transfer_token_s,
-        fleet.router, fleet.scaling, fleet.encoders,
+        fleet.router, fleet.scaling,
     )  # fmt: skip
 
 

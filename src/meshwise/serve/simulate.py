@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from meshwise.core.each import HEARS
 from meshwise.core.errors import WorkloadError
 from meshwise.core.refusals import refuse
-from meshwise.serve.encoding import EncoderPool
 from meshwise.serve.instance import NO_RANK, EngineSequence, Instance, ServingWorker
 from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.requests import Requests
@@ -125,7 +124,6 @@ class Pools:
     """`num` workers behind a `router`; where prompts have their own pool, `num_prefill` workers `prefill`.
 
     Handing a prompt's cache over takes `transfer_s` and `transfer_token_s` for each of its tokens.
-    `encoders`: those that encode images and sound before a request is passed on, in turn.
     `scaling`: `num` workers at the start, more or fewer as it says.
     """
 
@@ -137,7 +135,6 @@ class Pools:
     transfer_token_s: float = 0.0
     router: RouterPolicy = ROUND_ROBIN
     scaling: Autoscaling | None = None
-    encoders: EncoderPool | None = None
 
     def with_times(self, changed: Callable[[PassTimes], PassTimes]) -> Pools:
         """The same workers, whose passes are `changed`."""
@@ -168,7 +165,6 @@ class _Run:
         self.sequences: list[EngineSequence | None] = [None] * len(requests.prompt)
         self.home: list[Instance | None] = [None] * len(requests.prompt)
         self.order = count()
-        self.free_s = [0.0] * (pools.encoders.workers if pools.encoders else 0)
         self.bounds: list[tuple[float, int, Instance]] = []  # a heap; older ones of a replica are stale
         first = pools.prefill or pools.worker
         self.front = first.times.engine
@@ -202,16 +198,10 @@ class _Run:
         sequence = EngineSequence(index, second, arrival, prompt, self.requests.output[index])
         self.sequences[index] = sequence
         self.num_sent += 1
-        if pool := self.pools.encoders:
-            encoded_s = max(heapq.heappop(self.free_s), arrival) + pool.request_s
-            heapq.heappush(self.free_s, encoded_s)
-            sequence.arrival = encoded_s + pool.transfer_s
-            self._at(sequence.arrival, self._arrive, (self.first, sequence))
-        else:
-            self._arrive(second, (self.first, sequence))
+        self._arrive(second, (self.first, sequence))
 
     def _arrive(self, _: float, at: tuple[_Pool, EngineSequence]) -> None:
-        """A request comes to a pool: from its client, or its inputs encoded or prompt computed elsewhere."""
+        """A request comes to a pool: from its client, or its prompt computed elsewhere."""
         pool, sequence = at
         index, sequence.rank = sequence.index, NO_RANK
         replica = pool.router.choose(pool.ready, sequence, self.sessions[index] if self.sessions else index)
