@@ -233,9 +233,6 @@ def study(
     to: str = "",
     memory_frac: float | None = None,
     weak: bool = False,
-    deadline: float | None = None,
-    spend: float | None = None,
-    critical_batch: Quantity | None = None,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
@@ -245,28 +242,19 @@ def study(
         vary: Machines to compare, as gpus=64|128,chip=h100-80g-sxm|b200-sxm: gpus, chip, domain, batch and
             factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
-        deadline: Days that the run may take, failures included: the point of fewest dollars that keeps it is
-            chosen, or of fewest GPU-hours without prices.
-        spend: Dollars that it may cost: the fastest point that keeps it is chosen.
-        critical_batch: Tokens of a batch from which on more of them hardly save steps: a run needs
-            1 + batch / critical times the tokens [as many with any batch].
         on_point: Hears of each point; Ctrl-C ends the study with those so far.
 
     Returns:
         The points with their best plans, and the fronts of time against GPUs, cost, energy and memory.
-        With a `budget` that states the run, `chosen(budget)` is the number of the point that keeps `deadline`
-        or `spend`.
 
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.search.study import Goal, parse_changes, study as look
+    from meshwise.search.study import parse_changes, study as look
 
     values = parse_changes(vary) if isinstance(vary, str) else vary
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
-    share = _share(memory_frac)
-    goal = Goal(deadline=deadline, spend=spend, critical_batch=critical_batch)
-    return look(vary=values, to=to, memory_frac=share, weak=weak, goal=goal, on_point=on_point, **job)
+    return look(vary=values, to=to, memory_frac=_share(memory_frac), weak=weak, on_point=on_point, **job)
 
 
 def _search_job(
@@ -1180,7 +1168,7 @@ def budget(
 ) -> TokenBudget:
     """The length of a whole run, and what it takes beside the pace of its steps.
 
-    Its `run` says of an estimate what the run takes; a `Study` chooses by it (`chosen`, `to_json`).
+    Its `run` says of an estimate what the run takes; `Study.to_json` says it of each machine.
 
     Args:
         tokens: Tokens of the whole run, as 15T: days, GPU-hours, failures.

@@ -107,7 +107,6 @@ def search(
     from meshwise.report.pages import write_html
     from meshwise.report.search import search_rows
     from meshwise.search.next_step import computed
-    from meshwise.search.study import Goal
 
     budget = api.budget(**options_in(asked, api.budget))
     of_study, alone = _beside(asked, api.search), _beside(asked, api.study)
@@ -130,14 +129,12 @@ def search(
     if vary:
         others = alone | {"source": source, "html": html}
         _refuse(others, "{} is for one machine; leave it out with --vary", search)
-        Goal(**{name: value for name, value in of_study.items() if name != "weak"}).check(budget)
         done = itertools.count(1)
         with on_nodes(ray), how_far() as say:
             found = api.study(
                 vary=vary, **of_study, on_point=lambda _: say(f"{next(done)} machines"), **asked
             )
         document, ok = found.to_json(budget), any(point.best for point in found.points)
-        ok = ok and (found.chosen(budget) is not None or not (of_study["deadline"] or of_study["spend"]))
     else:
         _refuse(of_study | {"ray": ray}, "{} is for several machines; add --vary gpus=64|128|...", search)
         with how_far() as say:

@@ -4,7 +4,6 @@ What a card fine-tunes is a table too: a row a model and method that fits, the l
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -297,7 +296,7 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     budget = budget or TokenBudget()
     fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    runs = study.runs(budget)
+    runs = {i: point.run(budget) for i, point, _ in found}
     cells = {i: run_cells(run) for i, run in runs.items()}
     keys = list(study.points[0].changes) if study.points else []
     figures = []
@@ -324,23 +323,6 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     yield "front: no other machine has both a shorter time per token and less of it"
     endless = [f"{study.points[i].name}: {run['reason']}" for i, run in runs.items() if "reason" in run]
     yield Text("Notes", study.notes + endless, "note: ")
-    if budget.tokens and (study.goal.deadline or study.goal.spend):
-        yield _choice(study, budget, runs)
-
-
-def _choice(study: Study, budget: TokenBudget, runs: Mapping[int, Mapping[str, Any]]) -> str:
-    """The point that meets deadline and budget, with failures, or that none does, and the least they take."""
-    chosen = study.chosen(budget)
-    if chosen is None:
-        done = [run["with_failures"] for run in runs.values() if "with_failures" in run]
-        days, cost = (
-            min((of[name] for of in done if name in of), default=math.inf) for name in ("days", "cost")
-        )
-        return " ".join(told("no machine", goal=study.goal, days=days, cost=cost))
-    cells = run_cells(runs[chosen]).items()
-    taken = ", ".join(value + f" {name}" * (name in ("days", "$ a M tokens")) for name, value in cells)
-    by = study.goal.least(budget).replace("gpu_hours", "GPU-hours").replace("cost", "dollars")
-    return f"chosen, fewest {by}: {study.points[chosen].name} ({taken}, failures included)"
 
 
 FRONTS: dict[str, str] = WORDS["fronts"]

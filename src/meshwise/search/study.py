@@ -1,22 +1,16 @@
 """The best plan of each of many machines: scaling over numbers of GPUs, and co-design.
 
 Each point of a study is a whole search. *Strong* scaling keeps the batch; *weak* scaling grows it with the
-GPUs. A point is on the front of a measure where no other has both a shorter time per token and less of it
-(under a critical batch: per token of a small batch).
-
-A deadline or a budget of dollars chooses among the points by their whole runs, failures included. A larger
-batch needs more tokens for the same loss, 1 + B / B_crit times those of a small one (arXiv 1812.06162), where
-the critical batch B_crit [tokens] is stated; otherwise as many.
+GPUs. A point is on the front of a measure where no other has both a shorter time per token and less of it.
 
 A machine is a cluster with something changed: more GPUs, another chip, faster memory, wider domains; or its
 batch. Rates and sizes are factors of the cluster's own: `memory=2` doubles what a chip holds.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -46,48 +40,6 @@ KEYS = {"chip": Field("a name of the catalog", str, _CATALOG["chip"])} | catalog
 Changes = dict[str, str | int | float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """A run of at most `deadline` days and `spend` dollars; `critical_batch`: tokens (the top of this file).
-
-    Making one raises WorkloadError for a number that is not above zero.
-    """
-
-    deadline: float | None = None
-    spend: float | None = None
-    critical_batch: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            refuse("goal", WorkloadError, option=name.replace("_", "-"), value=getattr(self, name))
-
-    def check(self, budget: TokenBudget) -> None:
-        """Raise WorkloadError where `budget` lacks what the goal is told by."""
-        refuse("goal of a run", WorkloadError, goal=self, budget=budget)
-
-    def least(self, budget: TokenBudget) -> str:
-        """What to take least of: GPU-hours, or dollars with a price; days where no deadline is stated."""
-        return "days" if self.deadline is None else "gpu_hours" if budget.price is None else "cost"
-
-    def tokens_times(self, found: Estimate) -> float:
-        """How many times the tokens of a small batch the batch of `found` needs."""
-        batch_tokens = found.workload.batch * found.workload.seq
-        return 1.0 + (batch_tokens / self.critical_batch if self.critical_batch else 0.0)
-
-    def run(self, found: Estimate, budget: TokenBudget) -> dict[str, Any]:
-        """The run with a plan, of the tokens that its batch needs; the `reason` of one that never ends."""
-        tokens = budget.tokens and budget.tokens * self.tokens_times(found)
-        try:
-            return replace(budget, tokens=tokens).run(found)
-        except NeverEnds as error:
-            return {"reason": str(error)}
-
-    def is_met(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run keeps deadline and budget, failures included."""
-        limits, taken = {"days": self.deadline, "cost": self.spend}, run.get("with_failures", {})
-        return all(most is None or taken.get(name, math.inf) <= most for name, most in limits.items())
-
-
 @dataclass(frozen=True, slots=True)
 class StudyPoint:
     """The best plan of one machine, which differs from the study's by `changes`.
@@ -109,36 +61,41 @@ class StudyPoint:
         """What differs."""
         return ", ".join(f"{key}={value}" for key, value in self.changes.items())
 
-    def measures(self, budget: TokenBudget | None = None, goal: Goal | None = None) -> dict[str, float]:
+    def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
         """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
 
-        Of a token of a small batch where `goal` has a critical one.
         Energy is left out where the chip's watts are neither stated nor known, dollars without a price.
         """
         if self.best is None:
             return {}
         budget, num_chips = budget or TokenBudget(), self.cluster.num_chips
-        watts, times = budget.watts_per_gpu(self.best), goal.tokens_times(self.best) if goal else 1.0
-        token_s, dollars = times / self.best.tokens_per_s, budget.usd_per_token(self.best)
+        watts, token_s = budget.watts_per_gpu(self.best), 1.0 / self.best.tokens_per_s
         measured = {
             "s_per_token": token_s,
             "num_chips": float(num_chips),
             "gpu_s_per_token": token_s * num_chips,
-            "usd_per_token": dollars and times * dollars,
+            "usd_per_token": budget.usd_per_token(self.best),
             "joules_per_token": watts and token_s * num_chips * watts,
             "memory_bytes": self.best.memory_bytes["total"],
         }
         return {name: value for name, value in measured.items() if value is not None}
 
-    def to_json(self, budget: TokenBudget, goal: Goal) -> dict[str, Any]:
-        """The machine, its best plan, and the run of `budget` with it; its failures where `goal` asks."""
+    def run(self, budget: TokenBudget) -> dict[str, Any]:
+        """The run of `budget` with the best plan, if there is one; the `reason` of one that never ends."""
+        try:
+            return budget.run(self.best) if self.best else {}
+        except NeverEnds as error:
+            return {"reason": str(error)}
+
+    def to_json(self, budget: TokenBudget) -> dict[str, Any]:
+        """The machine, its best plan, and the run of `budget` with it."""
         machine = {**self.changes, "num_chips": self.cluster.num_chips, "batch": self.batch}
         if self.best is None:
             return machine | {"plan_text": None, "reason": self.reason or None}
         plan = {"plan_text": plan_text(self.best.plan), "microbatch": self.best.workload.microbatch}
         plan |= {"runs_in": [*self.runs_in], "slower_frac": self.slower_frac}
         figures = {name: getattr(self.best, name) for name in ("step_s", "mfu", "tokens_per_s")}
-        return machine | plan | figures | self.measures(budget) | goal.run(self.best, budget)
+        return machine | plan | figures | self.measures(budget) | self.run(budget)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -147,33 +104,14 @@ class Study(Shown):
 
     points: tuple[StudyPoint, ...]
     complete: bool = True
-    goal: Goal = field(default_factory=Goal)
     rows_in: ClassVar[str] = "points"
 
     def front(self, measure: str, budget: TokenBudget | None = None) -> list[int]:
         """The points that none beats in both time per token and `measure`, fastest first."""
-        every = [(at.measures(budget, self.goal), i) for i, at in enumerate(self.points)]
+        every = [(at.measures(budget), i) for i, at in enumerate(self.points)]
         found = [(one, i) for one, i in every if measure in one]
         ordered = sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure]))
         return [i for _, i in pareto_front(ordered, lambda one: one[0][measure])]
-
-    def runs(self, budget: TokenBudget) -> dict[int, dict[str, Any]]:
-        """The run with the best plan of each point that has one."""
-        return {i: self.goal.run(point.best, budget) for i, point in enumerate(self.points) if point.best}
-
-    def chosen(self, budget: TokenBudget) -> int | None:
-        """Of the points that meet the goal the one of fewest GPU-hours, or dollars where there are prices.
-
-        With a budget alone, fewest days.
-
-        None without a goal, and where none meets it.
-        """
-        if self.goal.deadline is None and self.goal.spend is None:
-            return None
-        self.goal.check(budget)
-        runs, measure = self.runs(budget).items(), self.goal.least(budget)
-        met = [(run["with_failures"][measure], i) for i, run in runs if self.goal.is_met(run)]
-        return min(met)[1] if met else None
 
     def speedup(self, i: int) -> float | None:
         """Tokens a second of point `i` over those of the first, per GPU: 1 is ideal; None where none fits."""
@@ -194,10 +132,8 @@ class Study(Shown):
         budget = budget or TokenBudget()
         return {
             "points": [
-                point.to_json(budget, self.goal) | {"efficiency": self.speedup(i)}
-                for i, point in enumerate(self.points)
+                point.to_json(budget) | {"efficiency": self.speedup(i)} for i, point in enumerate(self.points)
             ],
-            "chosen": None if budget.tokens is None else self.chosen(budget),
             "fronts": {measure: self.front(measure, budget) for measure in MEASURES},
             "notes": self.notes,
             "complete": self.complete,
@@ -215,13 +151,12 @@ def study(
     to: str = "",
     memory_frac: float = MEMORY_FRAC,
     weak: bool = False,
-    goal: Goal | None = None,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search each machine that `vary` makes of `cluster` (`KEYS`), every combination.
 
-    `weak`: `batch` is that of `cluster`, and grows with the GPUs. `goal`: what a point is chosen by. Ctrl-C
-    ends the study with the points so far. ClusterError for an unknown key, WorkloadError where a batch does
+    `weak`: `batch` is that of `cluster`, and grows with the GPUs. Ctrl-C ends the study with the
+    points so far. ClusterError for an unknown key, WorkloadError where a batch does
     not grow to a whole number.
     """
     machines = []
@@ -242,7 +177,7 @@ def study(
             points[place] = StudyPoint(*machines[place], *found)
             on_point(points[place])
     in_order = tuple(points[place] for place in sorted(points))
-    return Study(in_order, complete=len(points) == len(machines), goal=goal or Goal())
+    return Study(in_order, complete=len(points) == len(machines))
 
 
 def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> tuple[Any, ...]:
