@@ -132,6 +132,33 @@ def written(folder: Path, text: str) -> list[str]:
     return ["python", str(path)]
 
 
+def test_what_is_waited_for_is_open(tmp_path: Path) -> None:
+    """An all-to-all, messages both ways, an all-reduce waited for too early; streams share the device."""
+    text = """dist.init_process_group("nccl")
+g, h, a = (torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, device="cuda"))])
+for _ in range(3):
+    dist.all_to_all_single(h, g, async_op=True).wait()
+    h @ a
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, g, 1), dist.P2POp(dist.irecv, h, 7)]):
+        work.wait()
+    h @ a
+    dist.all_reduce(g, async_op=True).wait()
+    for stream in torch.cuda.Stream(), torch.cuda.Stream():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            a @ a
+    optimizer.step()
+"""
+    found = mw.dry_run_script(written(tmp_path, text), ranks=8)
+    rows = {row["op"]: row for row in found.step_ledger.rows()}
+    parts, seconds = found.time.parts_s, {op: row["time_s"] for op, row in rows.items()}
+    assert found.num_steps == 3 and parts["compute"] == pytest.approx(4 * seconds["mm"], rel=1e-4)
+    assert seconds["send"] == seconds["recv"] and rows["all_to_all"]["exposed_s"] == seconds["all_to_all"]
+    sent_s = seconds["all_to_all"] + seconds["send"] + seconds["all_reduce"]
+    assert sent_s < parts["comm_world"] < sent_s + 0.2 * seconds["send"]
+
+
 def test_objects_of_other_ranks_are_data() -> None:
     with pytest.raises(mw.MeshwiseError, match=r"rank 0 sends an object of fractions\.Fraction"):
         mw.dry_run_script(["python", str(SCRIPTS / "objects.py")], ranks=2, rank=1)

@@ -22,7 +22,7 @@ ROWS = [
 
 
 def played(*launches: tuple[int, list[int], list[int]]) -> StepTime:
-    return step_time(Ledger.from_rows(ROWS), launches, CLUSTER, strides={"dp": 1}, fp32="fp32")
+    return step_time(Ledger.from_rows(ROWS), [(*each, 1) for each in launches], CLUSTER)
 
 
 def test_what_is_not_waited_for_hides() -> None:

@@ -190,7 +190,7 @@ def _parse(context: typer.Context, name: str, show_help: bool) -> tuple[Program,
 
 def _show(outcome: Outcome | ScriptOutcome, csv: Path | None, json: bool, **shown: Any) -> None:
     if csv is not None:
-        outcome.ledger.to_csv(csv)
+        getattr(outcome, outcome.rows_in).to_csv(csv)
     show(outcome, json=json, **shown)
 
 

@@ -61,8 +61,8 @@ class Tape:
     `allocator` and `workspace_bytes` are what the machine adds to the tensors, `memory_bytes` what it has and
     `context_bytes` what the process takes of it before its first tensor; `measure` returns the bytes that a
     real device says are booked, now and at most. `is_partial`: a closed form states only some of the ops, and
-    not what is alive at each. `launches`: of a recorder, the rows that each row begins after, and those that
-    the host has waited for before it.
+    not what is alive at each. `launches`: of a recorder, the rows that each row begins after, those that
+    the host has waited for before it, and how far apart the ranks of a collective are.
     """
 
     origin: str
@@ -77,7 +77,7 @@ class Tape:
     live_bytes: float = 0.0
     peak_bytes: float = 0.0
     steps: list[Step] = field(default_factory=list)
-    launches: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    launches: dict[int, tuple[list[int], list[int], int]] = field(default_factory=dict)
     _rows: list[dict[str, Any]] = field(default_factory=list)
     _sizes: dict[object, float] = field(default_factory=dict)
     _flop_since_step: float = 0.0
@@ -173,7 +173,7 @@ class Tape:
         """How many ops it has."""
         return len(self._rows)
 
-    def launched(self, start: int, end: int) -> list[tuple[int, list[int], list[int]]]:
+    def launched(self, start: int, end: int) -> list[tuple[int, list[int], list[int], int]]:
         """The launches of the rows from `start` to `end`: each with its row in the ledger of these."""
         keys = list(map(_identity, self._rows[start:end]))
         places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
@@ -183,8 +183,8 @@ class Tape:
 
         found = []
         for number, key in enumerate(keys, start):
-            after, waited = self.launches[number]
-            found.append((places[key], inside(after), inside(waited)))
+            after, waited, stride = self.launches[number]
+            found.append((places[key], inside(after), inside(waited), stride))
         return found
 
     def ledger(self) -> Ledger:

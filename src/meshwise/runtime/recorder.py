@@ -22,7 +22,7 @@ import re
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from torch.utils.flop_counter import flop_registry
 
+from meshwise.core.files import read_catalog
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
@@ -59,6 +60,9 @@ _NO_WORK = frozenset(
 
 _READ_BACK = ("_local_scalar_dense", "equal", "_to_copy")
 """Ops that bring values to the host, which waits for them, where no result of theirs is on the device."""
+
+_SHAPED_BY_VALUES = read_catalog("scripts.toml")["data_dependent"]
+"""Ops of whose results the host must know the shape."""
 
 _COLLECTIVES = {kind.replace("_", ""): kind for kind in sorted(COLLECTIVES, key=len, reverse=True)}
 """Kinds by how torch's names of them begin, without the underscores."""
@@ -88,12 +92,11 @@ class OpRecorder(private.TorchDispatchMode):
         self._phases: list[str] = []
         self._setups: list[str] = []
         self._axes: dict[str, str] = {}
-        self.strides: dict[str, int] = {}  # by axis, how far apart its ranks are
         self._shown_frac: float | None = None
         self._shown: dict[
             int, float
         ] = {}  # storage of what an attention under a mask has made -> share of pairs
-        self._exchanges: defaultdict[str, Stream] = defaultdict(Stream)  # of each group, its collectives
+        self._exchanges: defaultdict[str, Stream] = defaultdict(Stream)  # by lane, its collectives
         self._arriving: dict[int, int] = {}  # storage -> the collective that nobody has waited for yet
         self._live: dict[int, weakref.finalize] = {}
         self._seen: set[int] = set()  # storages on the device; those of fakes say that they lie on meta
@@ -138,10 +141,9 @@ class OpRecorder(private.TorchDispatchMode):
         storages = [own_part(tensor).untyped_storage() for tensor in tensors]
         self._weights.update(storage._cdata for storage in storages if storage.nbytes())
 
-    def name_axis(self, group: dist.ProcessGroup, axis: str, members: Sequence[int] = ()) -> None:
-        """Collectives of `group` run along the mesh axis `axis`, of these ranks; of none: side by side."""
+    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Collectives of `group` run along the mesh axis `axis`."""
         self._axes[group.group_name] = axis
-        self.strides[axis] = abs(members[1] - members[0]) if len(members) > 1 else 1
 
     def hold(self, tensor: torch.Tensor, holder: object) -> None:
         """`tensor` is kept for the backward for as long as `holder` is there."""
@@ -227,12 +229,17 @@ class OpRecorder(private.TorchDispatchMode):
             self._seen.add(storage._cdata)
             if storage._cdata not in self._live:
                 self._allocate(storage, storage.nbytes())
-        if inputs and not outputs and func._opname in _READ_BACK and not kwargs.get("non_blocking"):
-            self._waiting(inputs).synchronize()
+        if func._opname == "wait_tensor":
+            self.waiting(inputs)
+        is_read = not outputs and func._opname in _READ_BACK and not kwargs.get("non_blocking")
+        if inputs and (is_read or func._opname in _SHAPED_BY_VALUES):
+            self.waiting(inputs).synchronize()
         if self._setups or func._opname in _NO_WORK:
             return result
         if kind is not None:
-            row, written = self._collective_row(kind, func, args, result), outputs
+            row = self._collective_row(kind, func, args, result)
+            made = given_and_made(func.namespace, args, result)[1]  # where only a `Work` comes back, too
+            written = [] if kind == "send" else self._recorded(tensors_in(made))
         else:
             written = _written(func, args, kwargs, inputs, outputs)
             if not written:
@@ -241,8 +248,7 @@ class OpRecorder(private.TorchDispatchMode):
         if self._is_timed:
             row["time_s"] = elapsed_s
         self._write(row, written)
-        group = group_of(args).group_name if kind is not None and _is_async(func, args, kwargs) else None
-        self._launch([*inputs, *written], written, group)
+        self._launch([*inputs, *written], written, *_exchange(kind, func, args, kwargs))
         return result
 
     def _recorded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -260,7 +266,7 @@ class OpRecorder(private.TorchDispatchMode):
         shown = [self._shown[key] for one in outs if (key := one.untyped_storage()._cdata) in self._shown]
         shape, flop = _work(func, named | {"shown_frac": shown[-1]} if shown else named, args, kwargs, result)
         weights = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._weights]
-        computed_in = (inputs if func._opname == "_scaled_mm" else written)[0]
+        computed_in = (inputs if func._opname in ("_scaled_mm", "_int_mm") else written)[0]
         return {
             "op": func._opname,
             "shape": shape or tuple(written[0].shape),
@@ -303,21 +309,24 @@ class OpRecorder(private.TorchDispatchMode):
             self._rows[number].append(row)
         return row
 
-    def _launch(self, touched: list[torch.Tensor], written: list[torch.Tensor], group: str | None) -> None:
+    def _launch(
+        self, touched: list[torch.Tensor], written: list[torch.Tensor], stride: int, lane: str | None
+    ) -> None:
         """Put on the tape what the op of the last row begins after.
 
-        `group`: it is a collective beside its stream, and is waited for where a result of it is touched.
+        `stride`: how far apart the ranks of a collective are; `lane`: it runs there, beside its stream, until
+        it is waited for or a result of it is touched.
         """
-        number, stream = self.tape.num_rows - 1, self._waiting(touched)
-        if group is not None:
-            self._exchanges[group].wait_stream(stream)
-            stream = self._exchanges[group]
+        number, stream = self.tape.num_rows - 1, self.waiting(touched)
+        if lane is not None:
+            self._exchanges[lane].wait_stream(stream)
+            stream = self._exchanges[lane]
             self._arriving |= {tensor.untyped_storage()._cdata: number for tensor in written}
-        self.tape.launches[number] = stream.launched(number)
+        self.tape.launches[number] = (*stream.launched(number), stride)
 
-    def _waiting(self, touched: list[torch.Tensor]) -> Stream:
+    def waiting(self, touched: list[torch.Tensor]) -> Stream:
         """The stream in which the program works, which waits for all that arrives in these tensors."""
-        stream, keys = Stream.current(), {tensor.untyped_storage()._cdata for tensor in touched}
+        stream, keys = Stream.current(), {own_part(tensor).untyped_storage()._cdata for tensor in touched}
         stream.after.update(self._arriving.pop(key) for key in keys & self._arriving.keys())
         return stream
 
@@ -384,7 +393,7 @@ class OpRecorder(private.TorchDispatchMode):
         return held
 
 
-_MATMULS = ("_scaled_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm")
+_MATMULS = ("_scaled_mm", "_int_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm")
 
 
 def _standing(row: Mapping[str, Any]) -> int:
@@ -398,7 +407,7 @@ def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: A
         left = named.get("mat1", named.get("batch1", named.get("self")))
         right = named.get("mat2", named.get("batch2"))
         summed = left if "out_dtype" in named else named.get("self", left)
-        if func._opname != "_scaled_mm" and not left.dtype == right.dtype == summed.dtype:
+        if func._opname not in ("_scaled_mm", "_int_mm") and not left.dtype == right.dtype == summed.dtype:
             raise RuntimeError(f"{func._opname} of {summed.dtype}, {left.dtype} and {right.dtype}")
         batch = left.shape[0] if left.dim() == right.dim() == 3 else 1  # else groups share the rows
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -479,10 +488,22 @@ def collective_of(func: Any, args: Any) -> Collective | None:
     return next((kind for begin, kind in _COLLECTIVES.items() if name.startswith(begin)), None)
 
 
-def _is_async(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a collective runs beside the stream that launches it, until somebody waits."""
-    named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
-    return bool(named.get("async_op", True))
+def _exchange(kind: Collective | None, func: Any, args: Any, kwargs: Any) -> tuple[int, str | None]:
+    """How far apart the ranks of a collective are, and the lane in which it runs beside its stream.
+
+    A message is as far as its peer (behind this rank, or before it), and those that come have a lane of their
+    own. None: in the stream itself.
+    """
+    if kind is None:
+        return 0, None
+    group, names = group_of(args), [arg.name for arg in func._schema.arguments]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    members = dist.get_process_group_ranks(group)
+    peer, apart = named.get("dst", named.get("src")), [*members, members[0] + 1][1] - members[0]
+    if kind in ("send", "recv") and isinstance(peer, int) and 0 <= peer < len(members):
+        apart = members[peer] - dist.get_rank()
+    lane = f"{group.group_name} {'in' if kind == 'recv' else 'out'}"
+    return apart, lane if named.get("async_op", True) else None
 
 
 def given_and_made(namespace: str, args: Any, result: Any) -> tuple[Any, Any]:

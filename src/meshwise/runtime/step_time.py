@@ -10,6 +10,7 @@ Other ranks do the same at the same time: what a stage of a pipeline waits for i
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +18,29 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.compare import OPS_BY_DIMS
+from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Ledger
 from meshwise.cost.op import Cost, flash_attention, flash_attention_backward
 from meshwise.estimate.intervals import UNMEASURED, Interval, far_chip, spreads
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads, find_overheads
-from meshwise.program.op import Op
+from meshwise.program.op import ELEMENT_BYTES, Op
 from meshwise.trace.intervals import NO_SPANS, difference, joined, length, merged, shares
+from meshwise.trace.transfers import POINT_TO_POINT
 
 SOFTWARE = "torch-2024"
 """Whose overheads a program pays that runs op by op: attention, launches, what kernels get of the memory."""
-_LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward")
+_MOVES = read_catalog("scripts.toml")["moves"]
 _NS = 1e9
 
 _NOTE = (
     "messages of other ranks are there at once: what stages of a pipeline wait for each other is not in it"
 )
 
-Launch = tuple[int, Sequence[int], Sequence[int]]
-"""A row of the ledger, the launches that it begins after, and those that the host has waited for before."""
+Launch = tuple[int, Sequence[int], Sequence[int], int]
+"""A row of the ledger, the launches that it begins after, those that the host has waited for before, and how
+far apart the ranks of a collective are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,29 +58,34 @@ class StepTime:
 
 
 def step_time(
-    ledger: Ledger, launches: Sequence[Launch], cluster: Cluster, *, strides: Mapping[str, float], fp32: str
+    ledger: Ledger, launches: Sequence[Launch], cluster: Cluster, *, rank: int = 0, fp32: str = "fp32"
 ) -> StepTime:
     """What the `launches` of a step, whose rows are in `ledger`, take on `cluster`.
 
-    `strides`: how far apart the ranks of each axis are; `fp32`: the dtype that matmuls of fp32 run in.
+    `rank` has launched them; `fp32`: the dtype that its matmuls of fp32 run in.
     Raises ClusterError for a dtype that the chip has no units for.
     """
-    overheads, axes = find_overheads(cluster.chip, SOFTWARE), ledger["axis"]
-    ops = [_op(row, strides, fp32) for row in ledger.rows()]
-    row_ns = np.rint(_NS * np.array(_seconds(ops, cluster, overheads))).astype(np.int64)
+    overheads, axes, rows = find_overheads(cluster.chip, SOFTWARE), ledger["axis"], [*ledger.rows()]
+    kinds = list(dict.fromkeys((row, stride) for row, *_, stride in launches))
+    ops = [_op(rows[row], fp32, _apart(stride, rank, cluster)) for row, stride in kinds]
+    seconds = dict(zip(kinds, _seconds(ops, cluster, overheads), strict=True))
+    busy_on = dict(zip(kinds, (_busy(op, cluster) for op in ops), strict=True))
     of = np.array([row for row, *_ in launches], dtype=np.intp)
-    start, end, launched_ns = _played(launches, row_ns.tolist(), round(_NS * overheads.host_s))
-    parts_ns, open_ns, busy_ns = _spent(np.array(list(map(_kind, ops)))[of], start, end)
+    each_ns = [round(_NS * seconds[row, stride]) for row, *_, stride in launches]
+    on = [busy_on[row, stride] for row, *_, stride in launches]
+    start, end, launched_ns = _played(launches, each_ns, on, round(_NS * overheads.host_s))
+    parts_ns, open_ns, busy_ns = _spent(np.array(list(map(_kind, on)), dtype=str), start, end)
     # what hides takes cores and bandwidth from what it hides behind
-    lost_ns = open_ns + overheads.interference_frac * (row_ns[of] - open_ns)
-    lost_ns = np.where(axes != "", np.bincount(of, lost_ns, len(ops)), np.nan)
+    lost_ns = open_ns + overheads.interference_frac * (end - start - open_ns)
+    lost_ns = np.where(axes != "", np.bincount(of, lost_ns, len(rows)), np.nan)
     parts_ns |= {f"comm_{axis}": lost_ns[axes == axis].sum() for axis in dict.fromkeys(axes[axes != ""])}
     parts_ns["host"] = max([launched_ns, *end.tolist()]) - busy_ns
     parts_ns["stragglers"] = sum(parts_ns.values()) * overheads.straggler_frac * math.log2(cluster.num_chips)
     parts_s = {name: float(each_ns) / _NS for name, each_ns in parts_ns.items()}
     step_s = sum(parts_s.values())
-    exposed_s = lost_ns / np.maximum(np.bincount(of, minlength=len(ops)), 1) / _NS
-    timed = Ledger(ledger.columns | {"time_s": row_ns / _NS, "exposed_s": exposed_s})
+    times = np.maximum(np.bincount(of, minlength=len(rows)), 1) * _NS
+    mean_s = np.bincount(of, each_ns, len(rows)) / times
+    timed = Ledger(ledger.columns | {"time_s": mean_s, "exposed_s": lost_ns / times})
     notes = (_NOTE,) if {"send", "recv"} & {*ledger["collective"]} else ()
     return StepTime(step_s, _interval(step_s, cluster), parts_s, timed, notes)
 
@@ -86,26 +95,44 @@ def row_seconds(ledger: Ledger, cluster: Cluster) -> Ledger:
 
     ClusterError for a dtype that the chip has no units for.
     """
-    ops = [_op(row, {}, "fp32") for row in ledger.rows()]
+    ops = [_op(row, "fp32") for row in ledger.rows()]
     seconds = _seconds(ops, cluster, find_overheads(cluster.chip, SOFTWARE))
     return Ledger(ledger.columns | {"time_s": np.array(seconds)})
 
 
-def _op(row: Mapping[str, Any], strides: Mapping[str, float], fp32: str) -> Op:
+def _apart(stride: int, rank: int, cluster: Cluster) -> tuple[float, float]:
+    """How far apart the ranks of a collective are, and a rank and its peer: in a node, or in two."""
+    node = cluster.levels[0].ranks if cluster.levels else 1
+    return abs(stride), 1.0 if rank // node == (rank + stride) // node else float(node)
+
+
+def _op(row: Mapping[str, Any], fp32: str, apart: tuple[float, float] = (1.0, 1.0)) -> Op:
     """A recorded row as an op that is priced."""
     place = {name: row[name] for name in ("module", "phase", "dtype")} | {"name": row["op"]}
     if row["collective"]:
         sent = {name: row[name] for name in ("collective", "axis", "group_size", "payload_bytes")}
-        return Op(kind="collective", stride=strides.get(row["axis"], 1.0), **sent, **place)
+        if is_message := row["collective"] in POINT_TO_POINT:
+            sent["group_size"] = 2.0
+        return Op(kind="collective", stride=apart[is_message], **sent, **place)
     flop, read_bytes, write_bytes = (row[name] or 0.0 for name in ("flop", "read_bytes", "write_bytes"))
-    if row["op"] in _LOOK_UPS:
+    if row["op"] in _MOVES["overwriting"] or row["op"] in _MOVES["in_part"]:
+        read_bytes = max(read_bytes - write_bytes, 0.0)
+    if row["op"] in _MOVES["in_part"]:
+        write_bytes = read_bytes
+    if row["op"] in _MOVES["look_ups"]:
         read_bytes = min(read_bytes, write_bytes)
+    if row["op"] in _MOVES["copies"] and not read_bytes:
+        return Op(kind="kernel", host_bytes=write_bytes, **place)
     shape = tuple(map(float, filter(None, row["shape"].split("x"))))
     kind = OPS_BY_DIMS.get(len(shape), "kernel") if flop else "kernel"
     if flop and (kind == "kernel" or (kind == "matmul" and flop != 2.0 * math.prod(shape))):
         width = shape[1] if len(shape) > 1 else 1.0  # of a convolution: its channels
         kind, rows = "matmul", math.prod(shape) / width
         shape = (1.0, rows, width, flop / (2.0 * rows * width))
+    if row["op"] == "_grouped_mm":  # it reads the weights of all groups, which share its rows
+        _, m, n, k = shape
+        groups = max(read_bytes / (ELEMENT_BYTES[row["dtype"]] * k * n) - m / n, 1.0)
+        shape = (groups, m / groups, n, k)
     if kind == "attention":
         is_backward = "backward" in row["op"]
         place |= {
@@ -124,13 +151,19 @@ def _unmasked(shape: tuple[float, ...], is_backward: bool) -> float:
     return float(work(shape[3] * shape[4], *sizes, batch=batch, elem_bytes=0.0).flop)
 
 
-def _kind(op: Op) -> str:
-    """What a moment is spent on in which nothing but such ops runs."""
+def _busy(op: Op, cluster: Cluster) -> str:
+    """What an op keeps busy, which does one thing at a time: the device, the way to the host, links."""
     if op.kind == "collective":
-        return "communication"
+        is_far = op.group_size * op.stride > cluster.levels[0].ranks if cluster.levels else True
+        return f"communication {'between' if is_far else 'in'} nodes {op.collective == 'recv'}"
     if op.kind != "kernel":
         return "compute"
-    return "optimizer" if op.phase == "optimizer" else "memory"
+    return "host" if op.host_bytes else "optimizer" if op.phase == "optimizer" else "memory"
+
+
+def _kind(busy: str) -> str:
+    """What a moment is spent on in which nothing but such ops runs."""
+    return {"host": "memory"}.get(busy, busy.partition(" ")[0])
 
 
 def _seconds(ops: Sequence[Op], cluster: Cluster, overheads: Overheads) -> list[float]:
@@ -141,17 +174,30 @@ def _seconds(ops: Sequence[Op], cluster: Cluster, overheads: Overheads) -> list[
         chosen = [number for number, one in enumerate(dtypes) if one == dtype]
         on = machine(cluster, dtype, overheads=overheads, job=cluster.num_chips)
         for number, each_s in zip(chosen, op_times([ops[number] for number in chosen], on), strict=True):
-            seconds[number] = float(each_s)
+            seconds[number] = float(each_s) + float(ops[number].host_bytes) / on.host_bytes_per_s
     return seconds
 
 
-def _played(launches: Sequence[Launch], row_ns: Sequence[int], host_ns: int) -> tuple[Any, Any, int]:
-    """When each launch begins and ends, and when the last one was launched."""
-    starts, ends, now = [], list[int](), 0
-    for row, after, waited in launches:
+def _played(
+    launches: Sequence[Launch], each_ns: Sequence[int], on: Sequence[str], host_ns: int
+) -> tuple[Any, Any, int]:
+    """When each launch begins and ends, and when the last one was launched.
+
+    A launch takes the first gap that is long enough in which what it keeps busy is free.
+    """
+    starts, ends, now = list[int](), list[int](), 0
+    taken: dict[str, tuple[list[int], list[int]]] = {}
+    for (_, after, waited, _), time_ns, busy in zip(launches, each_ns, on, strict=True):
         now = max([now, *map(ends.__getitem__, waited)]) + host_ns
-        starts.append(max([now, *map(ends.__getitem__, after)]))
-        ends.append(starts[-1] + row_ns[row])
+        begin = max([now, *map(ends.__getitem__, after)])
+        begins, stops = taken.setdefault(busy if busy == "host" or " " in busy else "device", ([], []))
+        place = bisect_right(stops, begin)
+        while place < len(begins) and begins[place] < begin + time_ns:
+            begin, place = max(begin, stops[place]), place + 1
+        begins.insert(place, begin)
+        stops.insert(place, begin + time_ns)
+        starts.append(begin)
+        ends.append(begin + time_ns)
     return np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64), now
 
 

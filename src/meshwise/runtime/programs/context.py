@@ -86,7 +86,7 @@ class Context:
     def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`."""
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
-        self.recorder.name_axis(group, axis, sorted(ranks))
+        self.recorder.name_axis(group, axis)
         return group
 
 

@@ -81,7 +81,6 @@ class _Report:
     def __init__(self, settings: dict[str, Any], tape: ScriptTape, guesses: Guesses, modes: Any) -> None:
         self._folder, self._is_asked = Path(settings["folder"]), settings["rank"] == settings["asked"]
         self._tape, self._guesses, self._modes = tape, guesses, modes
-        self._recorder = modes[0]
         self._failure: dict[str, str] | None = None
 
     def failed(self, hook: Any) -> Any:
@@ -117,7 +116,7 @@ class _Report:
             signal.pause()  # the ranks that this one has started end with it
         report = self._tape.report() | {"guesses": self._guesses.to_json(), "failure": self._failure}
         fp32 = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-        report |= {"strides": self._recorder.strides, "fp32": fp32}
+        report |= {"fp32": fp32}
         (self._folder / REPORT).write_text(json.dumps(report))
 
 

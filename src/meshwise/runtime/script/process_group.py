@@ -151,7 +151,7 @@ def supply_process_groups(
         group, store = make_group(size, place, among, devices, fake_store(), name, **how)
         if isinstance(group, dist.ProcessGroup):
             set_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)  # else torch warns at the end
-            recorder.name_axis(group, _axis(how.get("group_desc"), among), sorted(among))
+            recorder.name_axis(group, _axis(how.get("group_desc"), among))
         return group, store
 
     c10d._new_process_group_helper = new_group
@@ -171,6 +171,13 @@ def supply_process_groups(
     for name in read_catalog("scripts.toml")["coalesced"]:
         _library.impl(name, lambda *_: private.FakeWork().boxed(), "Meta", allow_override=True)
     private.dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
+    wait = dist.Work.wait
+
+    def waited(work: dist.Work, *how: Any) -> Any:
+        recorder.waiting(work.result() if work.is_completed() else [])
+        return wait(work, *how)
+
+    dist.Work.wait = waited
     _supply_ddp(recorder)
     _supply_fsdp1()
 

@@ -1,7 +1,8 @@
 """What a user's program does, under the names of its modules: rows, steps, and the moment of the peak.
 
 Modules name themselves when they are called, optimizers open the phase `optimizer`, and a module that is
-called inside the backward is a recomputation. A step ends with its last optimizer.
+called inside the backward is a recomputation. A step ends with its last optimizer: one that steps again is of
+the next.
 """
 
 import re
@@ -27,6 +28,8 @@ class ScriptTape(Tape):
         super().__init__(*args, **kwargs)
         self.peak_row: dict[str, Any] = {}
         self.step_ends: list[int] = []
+        self._stepped: set[int] = set()  # the optimizers of this step, which the last of them ends
+        self._last_end = 0
         self.states_bytes: dict[str, float] = {}
         self._alive: dict[object, dict[str, Any]] = {}
         self._log: list[tuple[bool, dict[str, Any]]] = []  # comes (or goes), tensor
@@ -72,18 +75,20 @@ class ScriptTape(Tape):
         held = sum(entry["bytes"] for entry in self._alive.values() if entry["what"] == what)
         self.states_bytes[what] = max(held, self.states_bytes.get(what, 0.0))
 
-    def end_step(self) -> None:
-        """An optimizer has stepped; several without a backward between them are one step's."""
-        start = self.step_ends[-1] if self.step_ends else 0
-        if self.step_ends and all(row["phase"] != "backward" for row in self._rows[start:]):
-            self.step_ends.pop()
-        self.step_ends.append(len(self._rows))
+    def end_step(self, optimizer: int) -> None:
+        """An optimizer has stepped: the step before ended with the last one, if this one was in it."""
+        if optimizer in self._stepped:
+            self.step_ends.append(self._last_end)
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        self._last_end = len(self._rows)
 
     def report(self) -> dict[str, Any]:
         """What is told of the program: its peak, what was alive then, its ledger, that of its last step."""
         alive: Counter[str] = Counter()
         for comes, tensor in self._log[: self._peak_at]:
             alive[tensor["what"]] += tensor["bytes"] if comes else -tensor["bytes"]
+        self.step_ends += [self._last_end] * bool(self._stepped)
         start, end = ([0, *self.step_ends] if self.step_ends else [0, len(self._rows)])[-2:]
         last_step = Tape(self.origin, self.rank, self.world_size, _rows=self._rows[start:end])
         return {
@@ -170,7 +175,7 @@ class ScriptRecorder(OpRecorder):
             states = (state.values() for state in optimizer.state.values())
             held = [one for each in states for one in each if isinstance(one, torch.Tensor)]
             self.tape.label("optimizer states", held)
-            self.tape.end_step()
+            self.tape.end_step(id(optimizer))
 
         register_module_forward_pre_hook(enter)
         register_module_forward_hook(leave, always_call=True)

@@ -120,9 +120,9 @@ def dry_run_script(
     del report["failure"]
     report |= {name: Ledger.from_rows(report[name]) for name in ("ledger", "step_ledger")}
     report |= {"time": None, "untimed": ""}
-    how = {name: report.pop(name) for name in ("launches", "strides", "fp32")}
+    how = {name: report.pop(name) for name in ("launches", "fp32")}
     try:
-        report["time"] = step_time(report["step_ledger"], cluster=cluster, **how)
+        report["time"] = step_time(report["step_ledger"], cluster=cluster, rank=rank, **how)
         report["step_ledger"] = report["time"].ledger
     except ClusterError as error:
         report["untimed"] = str(error)
