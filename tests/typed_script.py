@@ -26,6 +26,7 @@ def main(folder: Path) -> None:
     assert again.step_s == best.step_s
     with mw.on_ray(None):  # here; "auto" is the cluster that this machine is part of
         scaling = mw.study(model, cluster, "gpus=8|16", batch=16, seq=8192)
+    assert scaling.to_json(mw.budget(tokens=1e9))["points"][0]["days"] > 0
     assert scaling.front("num_chips") and scaling.points[1].cluster.num_chips == 16
     card = mw.fit_card("4090", models=["llama3-8b"], methods=["qlora"], tokens=1e7, price=0.35)
     assert card.runs[0].fits and card.to_polars()["cost"][0] < 1.0

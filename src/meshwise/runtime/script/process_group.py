@@ -32,7 +32,7 @@ from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.profile import as_started
-from meshwise.runtime.recorder import OpRecorder
+from meshwise.runtime.recorder import OpRecorder, tensors_in
 from meshwise.runtime.script.start import rank_environment
 from meshwise.runtime.script.values import Guesses
 
@@ -174,7 +174,7 @@ def supply_process_groups(
     wait = dist.Work.wait
 
     def waited(work: dist.Work, *how: Any) -> Any:
-        recorder.waiting(work.result() if work.is_completed() else [])
+        recorder.waiting(tensors_in(work.get_future().value()))
         return wait(work, *how)
 
     dist.Work.wait = waited
