@@ -34,9 +34,7 @@ SOFTWARE = "torch-2024"
 _MOVES = read_catalog("scripts.toml")["moves"]
 _NS = 1e9
 
-_NOTE = (
-    "messages of other ranks are there at once: what stages of a pipeline wait for each other is not in it"
-)
+_NOTE = "messages of others are there at once: what stages of a pipeline wait for each other is not in it"
 
 Launch = tuple[int, Sequence[int], Sequence[int], int]
 """A row of the ledger, the launches that it begins after, those that the host has waited for before, and how
@@ -114,13 +112,7 @@ def _op(row: Mapping[str, Any], fp32: str, apart: tuple[float, float] = (1.0, 1.
         if is_message := row["collective"] in POINT_TO_POINT:
             sent["group_size"] = 2.0
         return Op(kind="collective", stride=apart[is_message], **sent, **place)
-    flop, read_bytes, write_bytes = (row[name] or 0.0 for name in ("flop", "read_bytes", "write_bytes"))
-    if row["op"] in _MOVES["overwriting"] or row["op"] in _MOVES["in_part"]:
-        read_bytes = max(read_bytes - write_bytes, 0.0)
-    if row["op"] in _MOVES["in_part"]:
-        write_bytes = read_bytes
-    if row["op"] in _MOVES["look_ups"]:
-        read_bytes = min(read_bytes, write_bytes)
+    flop, (read_bytes, write_bytes) = row["flop"] or 0.0, _moved_bytes(row)
     if row["op"] in _MOVES["copies"] and not read_bytes:
         return Op(kind="kernel", host_bytes=write_bytes, **place)
     shape = tuple(map(float, filter(None, row["shape"].split("x"))))
@@ -134,20 +126,27 @@ def _op(row: Mapping[str, Any], fp32: str, apart: tuple[float, float] = (1.0, 1.
         groups = max(read_bytes / (ELEMENT_BYTES[row["dtype"]] * k * n) - m / n, 1.0)
         shape = (groups, m / groups, n, k)
     if kind == "attention":
-        is_backward = "backward" in row["op"]
-        place |= {
-            "phase": "backward" if is_backward else "forward",
-            "causal": flop < _unmasked(shape, is_backward),
-        }
+        phase = "backward" if "backward" in row["op"] else "forward"
+        place |= {"phase": phase, "causal": flop < _unmasked(shape, phase)}
     if kind != "kernel" and row["dtype"] == "fp32":
         place["dtype"] = fp32
     return Op(kind=kind, shape=shape, cost=Cost(flop, read_bytes, write_bytes), **place)
 
 
-def _unmasked(shape: tuple[float, ...], is_backward: bool) -> float:
+def _moved_bytes(row: Mapping[str, Any]) -> tuple[float, float]:
+    """What an op reads and writes of the tensors that it touches."""
+    op, read_bytes, write_bytes = row["op"], row["read_bytes"] or 0.0, row["write_bytes"] or 0.0
+    if op in _MOVES["overwriting"] or op in _MOVES["in_part"]:
+        read_bytes = max(read_bytes - write_bytes, 0.0)
+    if op in _MOVES["look_ups"]:
+        read_bytes = min(read_bytes, write_bytes)
+    return read_bytes, read_bytes if op in _MOVES["in_part"] else write_bytes
+
+
+def _unmasked(shape: tuple[float, ...], phase: str) -> float:
     """FLOP of an attention in which each query sees all keys."""
     batch, *sizes = shape
-    work = flash_attention_backward if is_backward else flash_attention
+    work = flash_attention_backward if phase == "backward" else flash_attention
     return float(work(shape[3] * shape[4], *sizes, batch=batch, elem_bytes=0.0).flop)
 
 
