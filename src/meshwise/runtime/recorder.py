@@ -61,8 +61,8 @@ _NO_WORK = frozenset(
 _READ_BACK = ("_local_scalar_dense", "equal", "_to_copy")
 """Ops that bring values to the host, which waits for them, where no result of theirs is on the device."""
 
-_SHAPED_BY_VALUES = read_catalog("scripts.toml")["data_dependent"]
-"""Ops of whose results the host must know the shape."""
+DATA_DEPENDENT = read_catalog("scripts.toml")["data_dependent"]
+"""Ops whose results have a shape that depends on values, which the host must know."""
 
 _COLLECTIVES = {kind.replace("_", ""): kind for kind in sorted(COLLECTIVES, key=len, reverse=True)}
 """Kinds by how torch's names of them begin, without the underscores."""
@@ -93,9 +93,7 @@ class OpRecorder(private.TorchDispatchMode):
         self._setups: list[str] = []
         self._axes: dict[str, str] = {}
         self._shown_frac: float | None = None
-        self._shown: dict[
-            int, float
-        ] = {}  # storage of what an attention under a mask has made -> share of pairs
+        self._shown: dict[int, float] = {}  # storage of what an attention has made -> share of its pairs
         self._exchanges: defaultdict[str, Stream] = defaultdict(Stream)  # by lane, its collectives
         self._arriving: dict[int, int] = {}  # storage -> the collective that nobody has waited for yet
         self._live: dict[int, weakref.finalize] = {}
@@ -232,7 +230,7 @@ class OpRecorder(private.TorchDispatchMode):
         if func._opname == "wait_tensor":
             self.waiting(inputs)
         is_read = not outputs and func._opname in _READ_BACK and not kwargs.get("non_blocking")
-        if inputs and (is_read or func._opname in _SHAPED_BY_VALUES):
+        if inputs and (is_read or func._opname in DATA_DEPENDENT):
             self.waiting(inputs).synchronize()
         if self._setups or func._opname in _NO_WORK:
             return result
@@ -259,7 +257,7 @@ class OpRecorder(private.TorchDispatchMode):
     def _op_row(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], written: list[Any]
     ) -> dict[str, Any]:
-        named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+        named = named_arguments(func, args, kwargs)
         if self._shown_frac is not None:
             self._shown[written[0].untyped_storage()._cdata] = self._shown_frac
         outs = [*written, *tensors_in(named.get("out"))]  # a backward reads that of its forward
@@ -468,9 +466,14 @@ def _written(
     return [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
 
 
+def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What an op is given, by the names of its schema."""
+    return dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+
+
 def mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among its arguments that an op writes into."""
-    named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+    named = named_arguments(func, args, kwargs)
     names = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
     return [tensor for name in names for tensor in tensors_in(named.get(name))]
 
@@ -496,8 +499,7 @@ def _exchange(kind: Collective | None, func: Any, args: Any, kwargs: Any) -> tup
     """
     if kind is None:
         return 0, None
-    group, names = group_of(args), [arg.name for arg in func._schema.arguments]
-    named = dict(zip(names, args, strict=False)) | kwargs
+    group, named = group_of(args), named_arguments(func, args, kwargs)
     members = dist.get_process_group_ranks(group)
     peer, apart = named.get("dst", named.get("src")), [*members, members[0] + 1][1] - members[0]
     if kind in ("send", "recv") and isinstance(peer, int) and 0 <= peer < len(members):

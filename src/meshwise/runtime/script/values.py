@@ -20,10 +20,16 @@ from typing import Any
 
 import torch
 
-from meshwise.core.files import read_catalog
 from meshwise.runtime import torch_private as private
 from meshwise.runtime.fakes import DeviceFakes
-from meshwise.runtime.recorder import collective_of, given_and_made, group_of, mutated, tensors_in
+from meshwise.runtime.recorder import (
+    DATA_DEPENDENT,
+    collective_of,
+    given_and_made,
+    group_of,
+    mutated,
+    tensors_in,
+)
 
 _PACKAGES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _OURS = str(Path(__file__).parents[2])
@@ -67,8 +73,6 @@ LARGE_BYTES = 4 << 20
 SHADOW_ELEMENTS = 1 << 16
 aten = torch.ops.aten
 
-_DATA_DEPENDENT = read_catalog("scripts.toml")["data_dependent"]
-"""Ops whose results have a shape that depends on values."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
 
 
@@ -92,7 +96,7 @@ class ScriptMode(DeviceFakes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op of the program: really, or on shapes."""
         kwargs = dict(kwargs or {})
-        if getattr(func, "_opname", "") in _DATA_DEPENDENT and isinstance(args[0], private.FakeTensor):
+        if getattr(func, "_opname", "") in DATA_DEPENDENT and isinstance(args[0], private.FakeTensor):
             return self._chosen(func, args, kwargs)
         if self._depth:  # an op of torch's own rules
             return super().__torch_dispatch__(func, types, args, kwargs)
