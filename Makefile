@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 OTHERS := .venv-frameworks$(TORCH:%=-torch-%)/bin
 FRAMEWORKS := $(OTHERS)/python -m pip install -qq $(if $(TORCH),torch===$(TORCH),--constraint constraints.txt)
 
-.PHONY: install demo test quick check lint network frameworks newest fuzz bench docs site lock audit package oldest pythons release clean
+.PHONY: install demo test suite quick check lint network frameworks newest fuzz bench docs site lock audit package oldest pythons release clean
 
 install: $(STAMP)
 
@@ -47,17 +47,23 @@ lint: install
 quick: install  # all tests that are not marked as slow, for daily work: about a minute on two cores
 	$(BIN)/pytest -n 2 -m "not slow" --ignore tests/test_network.py
 
-test: install  # a file stays on one worker, which makes its ranks once; conftest.py puts the longest first
+test: install  # BESIDE: what two cores have time for beside the suite, as CI does
 	$(MAKE) -j 2 lint network
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/test_network.py
+	$(MAKE) -j 2 suite $(BESIDE)
+
+suite: install  # a file stays on one worker, which makes its ranks once; conftest.py puts the longest first
+	$(BIN)/pytest -n $(if $(BESIDE),2,3) --dist loadfile --no-loadscope-reorder --ignore tests/test_network.py
 
 network: install  # measures time, which ranks that mostly wait for a slow cable can do beside lint and types
 	$(BIN)/pytest tests/test_network.py
 
-frameworks:  # the packages of others, in a .venv of their own, and the tests that need them; TORCH= as above
+$(OTHERS)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHERS)/python || $(PYTHON) -m venv $(OTHERS:%/bin=%)
 	$(FRAMEWORKS) setuptools hatchling editables --editable '.[torch,dev]'
 	$(FRAMEWORKS) --no-build-isolation --editable '.[frameworks]'  # deepspeed asks torch when it is built
+	touch $@
+
+frameworks: $(OTHERS)/.installed  # the packages of others, in a .venv of their own, and the tests that need them; TORCH= as above
 	$(OTHERS)/pytest -n 2 tests/test_frameworks.py tests/test_transformers.py
 
 NEWEST := torch>2.13,<=2.15.0

@@ -19,6 +19,7 @@ import meshwise as mw
 from data_tables import SCRIPTS
 from meshwise.runtime.torch_private import release
 
+pytestmark = pytest.mark.usefixtures("forked")
 CLUSTER = "h100-80g-sxm:64"
 
 
