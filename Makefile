@@ -52,7 +52,7 @@ test: install  # BESIDE: what two cores have time for beside the suite, as CI do
 	$(MAKE) -j 2 suite $(BESIDE)
 
 suite: install  # a file stays on one worker, which makes its ranks once; conftest.py puts the longest first
-	$(BIN)/pytest -n $(if $(BESIDE),2,3) --dist loadfile --no-loadscope-reorder --ignore tests/test_network.py
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/test_network.py
 
 network: install  # measures time, which ranks that mostly wait for a slow cable can do beside lint and types
 	$(BIN)/pytest tests/test_network.py
