@@ -32,9 +32,8 @@ def total(ops: list[Op], field: str, **wanted: Any) -> Any:
 
 
 def flop(ops: list[Op], *, phase: str) -> Any:
-    return sum(
-        op.count * op.cost.flop for op in ops if op.phase == phase and op.kind in ("matmul", "attention")
-    )
+    kinds = ("matmul", "attention")
+    return sum(op.count * op.cost.flop for op in ops if op.phase == phase and op.kind in kinds)
 
 
 # Korthikanti et al., arXiv 2205.05198, Table 2: bytes kept per layer over s b h, with a heads, h wide,
@@ -83,9 +82,7 @@ def test_forward_flop_korthikanti_appendix_a() -> None:
 def test_fused_attention_skips_the_masked_half_and_computes_scores_twice() -> None:
     s, h = 2048, GPT3.hidden
     ops = [op for op in block(GPT3, Cut(microbatch=1, seq=s)) if op.kind == "attention"]
-    forward, backward = (op.cost.flop for op in ops)
-    assert forward == 2 * s**2 * h
-    assert backward == 2.5 * forward
+    assert [op.cost.flop for op in ops] == [2 * s**2 * h, 2.5 * 2 * s**2 * h]
 
 
 def axis_bytes(ops: list[Op], phase: str) -> dict[str, float]:
@@ -201,6 +198,14 @@ def test_modules_of_transformers_are_eager_under_any_implementation() -> None:
     assert same.step_s == eager.step_s and same.memory_bytes == eager.memory_bytes
 
 
+def test_a_fused_softmax_takes_multiples_of_four_matrices() -> None:
+    """Megatron-LM's fused_softmax.py: of GPT-3's 96 heads tp=16 leaves six; torch's takes any number."""
+    cut = Cut(microbatch=1, seq=2048, flash=False, implementation="megatron")
+    for tp, implementation, launches in ((8, "megatron", 0), (16, "megatron", 8), (16, "fsdp2", 0)):
+        ops = block(GPT3, replace(cut, tp=tp, implementation=implementation))
+        assert total(ops, "launches", name="softmax_steps") == launches
+
+
 # --- parallel blocks -----------------------------------------------------------------------------
 
 
@@ -211,11 +216,9 @@ def test_a_parallel_block_pays_one_pair_of_exchanges(num_norms: int, sp: bool) -
     model = replace(GPT3, parallel_block=True, num_norms=num_norms)
     cut = Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=sp)
     ops, payload = block(model, cut), 2 * 2048 * GPT3.hidden
-    if sp:
-        assert axis_bytes(ops, "forward") == {"all_gather": payload, "reduce_scatter": payload}
-        assert axis_bytes(ops, "backward") == {"all_gather": 2 * payload, "reduce_scatter": payload}
-    else:
-        assert axis_bytes(ops, "forward") == axis_bytes(ops, "backward") == {"all_reduce": payload}
+    pair = {"all_gather": payload, "reduce_scatter": payload} if sp else {"all_reduce": payload}
+    assert axis_bytes(ops, "forward") == pair
+    assert axis_bytes(ops, "backward") == pair | ({"all_gather": 2 * payload} if sp else {})
 
 
 # --- what selective recomputation keeps and runs again ----------------------------------------------
@@ -232,12 +235,9 @@ def kept_mb(name: str, layer: Layer, *modules: str, **cut: Any) -> float:
     return float(activations(forward(name, layer, recompute_modules=modules, **cut)).kept_bytes) / 1e6
 
 
-@pytest.mark.parametrize(
-    ("layer", "megabytes"),
-    # NVIDIA-NeMo/Megatron-Bridge 067f987: activations of DeepSeek-V3 at 4,096 tokens, bf16, by tensor.
-    [pytest.param(MOE, 1865.0, id="moe"), pytest.param(DENSE, 1395.0, id="dense")],
-)
+@pytest.mark.parametrize(("layer", "megabytes"), [(MOE, 1865.0), (DENSE, 1395.0)], ids=["moe", "dense"])
 def test_deepseek_keeps_what_was_published(layer: Layer, megabytes: float) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge 067f987: activations of DeepSeek-V3 at 4,096 tokens, bf16, by tensor."""
     assert kept_mb("deepseek-v3", layer, ep=64.0) == pytest.approx(megabytes, rel=0.003)
 
 

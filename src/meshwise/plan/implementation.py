@@ -15,7 +15,9 @@ class Implementation:
     (`program.implementation`), empty for those of the layouts. `shards_each_weight`: data parallelism is
     FSDP2's. Every weight is cut along its first dim and padded; weights, gradients and both moments are
     fp32 (fp64 under fp64); gradients are reduced as `program.fsdp2` says. `fuses_norms`: a norm is one
-    kernel with the linear layer behind it, whose input is the residual stream. `fuses_with_loss`: kernels
+    kernel with the linear layer behind it, whose input is the residual stream. `softmax_matrices`: its
+    softmax of scores in memory is one kernel for multiples of so many matrices (sequences x heads of a
+    rank). `fuses_with_loss`: kernels
     of blocks that are fused where `loss_fusion=kernels`, by the same library. `sorts_arrivals`: copies of
     tokens from several ranks are put together by expert in a copy of their own, and back. `losses`: whose
     loss it runs (`program.loss`), unfused unless the plan says so; else that of the plan's software.
@@ -32,6 +34,7 @@ class Implementation:
     losses: str = ""
     shards_each_weight: bool = False
     fuses_norms: bool = False
+    softmax_matrices: float = 1.0
     fuses_with_loss: Collection[str] = ()
     sorts_arrivals: bool = False
     deals_evenly: bool = False

@@ -25,13 +25,14 @@ from meshwise.core.numbers import added, anywhere, larger
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, attended_pairs, flash_attention, flash_attention_backward
 from meshwise.model.architecture import Model, Sparse
+from meshwise.plan.implementation import IMPLEMENTATIONS
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Stated, Tensor, collective, elementwise, exchanged, kernel, made, product
 
 MODULE = "attention"
 SIDE_BY_SIDE = ("qkv", "fc1", "expert_fc1")
 """Matmuls that do several layers at once, each of which has a matrix of its own."""
-CORE = ("flash", "logits", "softcap", "alibi", "softmax", "dropout_softmax", "attend")
+CORE = ("flash", "logits", "softcap", "alibi", "softmax", "softmax_steps", "dropout_softmax", "attend")
 
 
 def core_attention(
@@ -155,7 +156,10 @@ def _flash(
 def _unfused(
     model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: Num, v_dim: Num, seq_k: Num
 ) -> Stated:
-    """Scores written to memory: all of them, the masked half too."""
+    """Scores written to memory: all of them, the masked half too.
+
+    Where the kernel of the softmax takes no such number of matrices, more steps do it, in fp32.
+    """
     prec = cut.precision
     seq_q, batch = cut.seq / cut.ring, cut.microbatch * heads
     own_keys = cut.microbatch * kv_heads * seq_k / cut.ring
@@ -164,6 +168,11 @@ def _unfused(
     scores = yield from _batched("logits", batch, seq_q, seq_k, qk_dim, cut, (q, k))
     for name in (*score_kernels(model), "softmax"):
         scores = yield from elementwise(MODULE, name, name, scores, prec, shape=(batch * seq_q, seq_k))
+    in_steps = 1.0 * (batch % IMPLEMENTATIONS[cut.implementation].softmax_matrices > 0.0)
+    if anywhere(in_steps):
+        shape = (in_steps * batch * seq_q, seq_k)
+        for op in elementwise(MODULE, "softmax_steps", "softmax_steps", scores, prec, shape=shape):
+            yield structs.replace(op, count=in_steps, launches=KERNELS["softmax_steps"].launches)
     if model.dropout_frac:
         scores = yield from elementwise(MODULE, "dropout_softmax", "dropout", scores, prec)
     yield from _gathered("attend", cut, prec.act_bytes * own_keys * v_dim)

@@ -137,15 +137,12 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
     shared = 1 if op.is_weight_grad else 0 if op.phase == "forward" else None  # operand of all these layers
     for number, (_, m, n, k) in enumerate(shapes):
         done = structs.replace(
-            op,
-            shape=(batch, m, n, k),
+            op, shape=(batch, m, n, k), dtype=done_in.dtype,
             cost=matmul(m, n, k, elem_bytes=done_in.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
-            dtype=done_in.dtype,
-        )
+        )  # fmt: skip
         if is_narrow:
             to_cast = m * n * (op.phase == "backward")  # the gradient of the result, too
-            space = 8.0 * np.maximum(np.maximum(m * k, n * k), to_cast)
-            done = structs.replace(done, workspace_bytes=space)
+            done = structs.replace(done, workspace_bytes=8.0 * np.maximum(np.maximum(m * k, n * k), to_cast))
             for operand, rows_of in enumerate((m, n)):
                 if number == 0 or cut.is_eager or operand != shared:
                     yield cast(op.module, op.name, op.phase, rows_of, k, done_in, copies=1.0)
@@ -173,9 +170,8 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
     behind = cut.ring - 1.0 - cut.ring_rank
     queries, keys = batch * heads * seq * qk_dim, batch * kv_heads * seq * (qk_dim + v_dim)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
-    workspace: Num = 0.0
-    if op.phase == "backward":
-        workspace = (cut.ring > 1) * (wide_type * (queries + 3.0 * keys) + 3.0 * kept_type * keys)
+    under_way = (cut.ring > 1) * (wide_type * (queries + 3.0 * keys) + 3.0 * kept_type * keys)
+    workspace = under_way * (op.phase == "backward")
     done_in = (seq, seq, 1.0), (seq, half, cut.ring_rank), (half, seq, behind)
     for number, (seq_q, seq_k, count) in enumerate(done_in):
         sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
@@ -308,15 +304,11 @@ def _eager_kernel(op: Op) -> Op:
     rows, width = op.shape
     size = {"elem_bytes": precision(op.dtype).act_bytes}
     fused, eager = KERNELS[op.kernel], EAGER_KERNELS[op.kernel]
-    work, launches = eager.forward, eager.launches
     if op.phase == "backward":
-        work, launches = eager.backward, eager.backward_launches
-    done = structs.replace(op, cost=work(rows, width, **size), launches=launches)
-    if op.phase == "backward":
-        return done
+        return structs.replace(op, cost=eager.backward(rows, width, **size), launches=eager.backward_launches)
+    done = structs.replace(op, cost=eager.forward(rows, width, **size), launches=eager.launches)
     more = eager.saved_bytes(rows, width, **size) - fused.saved_bytes(rows, width, **size)
-    wide = precision(op.dtype)
-    return _keeping(done, "more", (more / wide.act_bytes,), wide.act_dtype)
+    return _keeping(done, "more", (more / size["elem_bytes"],), precision(op.dtype).act_dtype)
 
 
 def _keeping(op: Op, name: str, shape: tuple[Num, ...], dtype: str) -> Op:
