@@ -3,7 +3,7 @@
 import pytest
 
 import meshwise as mw
-from data_tables import GLOO4
+from data_tables import GLOO4, SCRIPTS
 from kineto import all_reduce, host, kernel, launched, operator, write_trace
 from meshwise.trace.explain import PARTS, part_of_op
 
@@ -161,6 +161,26 @@ def test_measured_alone(meshwise):
     done = meshwise("explain", str(GLOO4), "--json")
     assert done.code == 0 and set(done.document) == {*("rows", "classes", "step_s", "findings", "mismatches")}
     assert set(done.document["rows"][0]) == {"module", "op", "phase", "predicted_s", "measured_s"}
+
+
+def test_a_script_is_held_against_its_dry_run(tmp_path, forked, meshwise):
+    """A trace of what it predicts differs nowhere, but for what the host is late by."""
+    words = ["python", str(SCRIPTS / "fsdp2.py")]
+    _played(tmp_path, {"matmul": 1e-3})
+    first = mw.explain(tmp_path, cluster=JOB[1], command=words)
+    step_s = mw.dry_run_script(words, ranks=2, device="a100-80g-sxm", stdout=2).time.step_s
+    assert first.predicted_s == pytest.approx(step_s)
+    classes = {row.op: row.predicted_s for row in first.classes if row.predicted_s}
+    assert {"matmul", "optimizer", "all_gather", "reduce_scatter", "waiting"} <= classes.keys()
+    gone = [classes.pop(name, 0.0) for name in ("idle", "waiting")]
+    _played(tmp_path, classes)
+    done = meshwise("explain", str(tmp_path), "--cluster", JOB[1], "--json", "--", *words)
+    assert done.document["step_s"] == pytest.approx({"predicted": step_s, "measured": step_s - sum(gone)})
+    for stated, told in (({"cluster": JOB[1], "plan": "tp=2"}, "the program says"), ({}, "its cluster")):
+        with pytest.raises(mw.MeshwiseError, match=told):
+            mw.explain(tmp_path, command=words, **stated)
+    other = mw.explain(tmp_path, cluster="h100-80g-sxm:8", command=words)
+    assert "stated cluster 8" in other.mismatches[0] and other.predicted_s is None
 
 
 def test_kernels_of_no_class_are_listed(tmp_path):

@@ -853,8 +853,9 @@ def dry_run(
 
 
 def dry_run_script(
-    command: Sequence[str], *, ranks: int = 1, rank: int = 0, device: str = "h100-80g-sxm", stdout: Any = None
-) -> ScriptOutcome:
+    command: Sequence[str], *, ranks: int = 1, rank: int = 0, device: str | Cluster = "h100-80g-sxm",
+    stdout: Any = None,
+) -> ScriptOutcome:  # fmt: skip
     """Run anybody's torch program, unmodified, as one rank of a job on GPUs that are not there.
 
     Args:
@@ -994,13 +995,9 @@ def explain(
     model: str | Path | Model | None = None,
     cluster: str | Path | Cluster | None = None,
     plan: str | Path | Plan = "",
-    *,
-    batch: int | None = None,
-    seq: int | None = None,
-    microbatch: int | None = None,
-    kind: str = "train",
-    steps: str = "",
-) -> Explanation:
+    *, batch: int | None = None, seq: int | None = None, microbatch: int | None = None, kind: str = "train",
+    steps: str = "", command: Sequence[str] = (),
+) -> Explanation:  # fmt: skip
     """Where the measured step of a job differs from the predicted one, by class of kernel and collective.
 
     Args:
@@ -1013,6 +1010,7 @@ def explain(
         microbatch: Sequences of a microbatch [as the plan].
         kind: As in `estimate`.
         steps: Only these: 3-7, or complete (launched before the last one) [neither warm-up nor cut off].
+        command: In place of a model and plan, the program that ran, which is dry-run as in `dry_run_script`.
 
     Returns:
         Rows in seconds a step, each side summing to its step, and findings in words. Where the traces are
@@ -1024,10 +1022,17 @@ def explain(
     from meshwise.trace.explain import explain as join, reduces_all
     from meshwise.trace.summary import summarize_paths
 
-    job = [one for one in (model, cluster, plan or None, batch, seq, microbatch) if one is not None]
-    refuse("explain", DataError, job=job, model=model, cluster=cluster)
+    of_pass = None if kind == "train" else kind
+    job = [one for one in (model, plan or None, batch, seq, microbatch, of_pass) if one is not None]
+    refuse("explain", DataError, job=job, model=model, cluster=cluster, command=command)
     summary = summarize_paths([traces] if isinstance(traces, str | Path) else traces, steps=steps)
     summary.check_readable()
+    if command and cluster is not None:
+        from meshwise.runtime.script.explain import explain_script
+
+        on, rank = _cluster(cluster), min(summary.traces.ranks)
+        outcome = dry_run_script(command, ranks=on.num_chips, rank=rank, device=on, stdout=2)
+        return explain_script(summary, outcome, on)
     if model is None or cluster is None:
         return join(summary)
     note = ""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from meshwise import api
 from meshwise.cli.output import on_nodes, print_answer, print_json, show, write_rows
+from meshwise.cli.programs import is_command
 from meshwise.core.errors import DataError
 from meshwise.core.options import stated_in, takes
 from meshwise.core.refusals import refuse
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Count = Annotated[int, range(1, 2**31)]
 
 
-@takes(api.explain, optional=("traces",))
+@takes(api.explain, optional=("traces",), without=("command",))
 def explain(
     *,
     rl_log: Path | None = None,
@@ -43,6 +44,9 @@ def explain(
 ) -> None:
     """Say why a job's step takes longer than predicted. Its traces stand beside the estimate.
 
+    Without a model, behind the traces and `--`, the program that ran (`python train.py ...`): then the
+    prediction is its dry run.
+
     Args:
         rl_log: Instead of traces, the step log of a post-training job of verl or NeMo-RL.
         source: The recipe or script of that job.
@@ -50,9 +54,11 @@ def explain(
     if rl_log is not None or source is not None:
         _explain_rl(rl_log, source, asked, json=json)
         return
-    refuse("explained traces", DataError, traces=asked["traces"])
+    words = [*map(str, asked.pop("traces") or ())]
+    begin = next((place for place, word in enumerate(words) if is_command(word)), len(words))
+    refuse("explained traces", DataError, traces=words[:begin])
     with on_nodes(ray, "ranks"):
-        found = api.explain(**asked)
+        found = api.explain(words[:begin], command=words[begin:], **asked)
     show(found, json=json, html=html, limit=limit, everything=all)
 
 

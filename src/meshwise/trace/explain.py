@@ -44,9 +44,9 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ from meshwise.core.notebook import Shown
 from meshwise.core.refusals import told
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
-from meshwise.machine.hardware import MEASURED, chips
+from meshwise.machine.hardware import MEASURED, Cluster, chips
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.model.weights import block_weights
 from meshwise.plan.plan import plan_text
@@ -89,7 +89,7 @@ _Calls = list[tuple[Looks, float, int]]
 """How collectives of a rank look, their seconds on the wire, and their events."""
 
 
-class _StepWork(NamedTuple):
+class StepWork(NamedTuple):
     """Seconds of a step on what looks alike, by one op of an estimate or by all work of a class."""
 
     looks: Looks
@@ -140,10 +140,21 @@ class Explanation(Shown):
 
 def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     """The measured step of a job beside the predicted one, op by op, if the traces are of that job."""
-    mismatches = contradictions(summary, estimate) if estimate is not None else []
+    if estimate is None:
+        return beside(summary)
+    stated = (estimate.cluster, estimate.workload.kind, estimate.trains)
+    mismatches = [*contradictions(summary, *stated), *_model(summary, estimate)]
+    return beside(summary, partial(_predicted, estimate, summary.traces.ranks), mismatches)
+
+
+def beside(
+    summary: Summary, predicted: Callable[[Set[Look]], Iterable[StepWork]] = lambda _: (),
+    mismatches: Sequence[str] = (),
+) -> Explanation:  # fmt: skip
+    """The measured step beside what is `predicted`, of matmuls of the sizes seen, if nothing mismatches."""
     measured = _measured(summary)
     seen = {one.looks[0][-4:] for one in measured}  # sizes of matmuls
-    expected = [] if estimate is None or mismatches else [*_predicted(estimate, summary.traces.ranks, seen)]
+    expected = [] if mismatches else [*predicted(seen)]
     classes = _joined(measured, expected, num_looks=0)
     rows = _joined(measured, expected) if expected else classes
     seconds = {row.op: row.measured_s or 0.0 for row in classes}
@@ -156,7 +167,7 @@ def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     about = {"joins": expected and step_s, "steps": summary.steps, "names": ", ".join([*unnamed][:3])}
     findings = [*mismatches, *_in_words(summary, classes, step_s, expected_s)]
     findings += told("explanation", **fracs, **about)
-    return Explanation(rows, classes, expected_s, step_s, findings, mismatches)
+    return Explanation(rows, classes, expected_s, step_s, findings, [*mismatches])
 
 
 def _sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
@@ -168,7 +179,7 @@ def _sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 
 def _joined(
-    measured: Sequence[_StepWork], expected: Sequence[_StepWork], *, num_looks: int = _NUM_LOOKS
+    measured: Sequence[StepWork], expected: Sequence[StepWork], *, num_looks: int = _NUM_LOOKS
 ) -> list[OpDifference]:
     """Rows of the ops that both sides have, by so many looks, and one of each class for what is left."""
     none: list[Any] = [0.0 if expected else None, 0.0]
@@ -194,7 +205,7 @@ def _class_of_kernel(name: str) -> str:
     return named_by(_PATTERNS["classes"], name) or _UNNAMED
 
 
-def _predicted(estimate: Estimate, ranks: Sequence[int], seen: Set[Look]) -> Iterator[_StepWork]:
+def _predicted(estimate: Estimate, ranks: Sequence[int], seen: Set[Look]) -> Iterator[StepWork]:
     """Seconds of each op in the step of an estimate, the mean over the stages of a pipeline that `ranks` are.
 
     The halves of an all-reduce of gradients are one, and a matmul is what runs in its place (see `_pieces`).
@@ -208,8 +219,8 @@ def _predicted(estimate: Estimate, ranks: Sequence[int], seen: Set[Look]) -> Ite
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
         count = row["count"] * num_like[row["rank"]] / len(ranks)
         for shape, share in _pieces(row, estimate.model, seen):
-            looks = _looks_of_op({**row, "shape": shape})
-            yield _StepWork(looks, place, share * count * (row["time_s"] or 0.0))
+            looks = looks_of_op({**row, "shape": shape})
+            yield StepWork(looks, place, share * count * (row["time_s"] or 0.0))
 
 
 def _pieces(row: Mapping[str, Any], model: Model, seen: Set[Look]) -> Iterable[tuple[str, float]]:
@@ -235,20 +246,20 @@ def _widths(model: Model, op: str) -> list[list[int]]:
     return [[one.shape[-1] for one in of if one.op == op and one.is_matrix] for of in of_kinds]
 
 
-def _looks_of_op(row: Mapping[str, Any]) -> Looks:
+def looks_of_op(row: Mapping[str, Any]) -> Looks:
     """How an op of the ledger looks in a trace."""
     of, phase = _class_of_op(row), "forward" if row["phase"] == "forward" else "backward"
     if row["collective"]:
-        return _looks(of, int(row["group_size"] or 0), _bytes(row["payload_bytes"]))
+        return look_of(of, int(row["group_size"] or 0), _bytes(row["payload_bytes"]))
     if of == "matmul":
         sizes = _sizes(row["shape"])
         return (of, phase, *sizes), (of, *sizes), (of, part_of_op(row)), (of,)
     if of == "other kernels":
-        return _looks(of, part_of_op(row))
-    return _looks(of, *_telling(of, is_backward=phase == "backward"))
+        return look_of(of, part_of_op(row))
+    return look_of(of, *_telling(of, is_backward=phase == "backward"))
 
 
-def _looks(*look: Any) -> Looks:
+def look_of(*look: Any) -> Looks:
     """Of work that only one look tells from others of its class."""
     return look, look, look, look[:1]
 
@@ -275,6 +286,8 @@ def _bytes(number: float | None) -> str:
 def _class_of_op(row: Mapping[str, Any]) -> str:
     if row["collective"]:
         return _class_of_collective(row["collective"])
+    if row["phase"] == "optimizer":
+        return "optimizer"
     named = named_by(_PATTERNS["op_classes"], row["op"]) or _class_of_kernel(row["op"])
     if named in ("waiting", "idle", "attention", "optimizer"):
         return named
@@ -301,18 +314,18 @@ def measured_steps(summary: Summary) -> tuple[Traces, int]:
     return with_steps(summary.traces, f"{whole[0]}-{whole[-1]}"), len(whole)
 
 
-def _measured(summary: Summary) -> list[_StepWork]:
+def _measured(summary: Summary) -> list[StepWork]:
     """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
     traces, num_steps = measured_steps(summary)
     calls: dict[int, _Calls] = defaultdict(list)
     for one in summary.collectives:
-        looks = _looks(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
+        looks = look_of(_class_of_collective(one.name), int(one.group_size or 0), _bytes(one.bytes))
         for rank, event in one.events.items():
             calls[rank].append((looks, one.wire_s, event))
     found = traces.each(_spent, calls, waits_ns(summary.collectives))
     num = (num_steps or 1) * len(found)
     sums = _sums(itertools.chain(*(one.items() for one in found)))
-    return [_StepWork(looks, ("", looks[-1][0], "step"), value / num) for looks, value in sums.items()]
+    return [StepWork(looks, ("", looks[-1][0], "step"), value / num) for looks, value in sums.items()]
 
 
 def _spent(trace: Trace, calls: _Calls, wait_ns: Mapping[int, int]) -> dict[Looks, float]:
@@ -321,10 +334,10 @@ def _spent(trace: Trace, calls: _Calls, wait_ns: Mapping[int, int]) -> dict[Look
     chosen = (one for one in calls if trace.selected is None or trace.selected[one[2]])
     wire = _sums((looks, wire_s) for looks, wire_s, _ in chosen)
     whole_s = sum(wire.values())
-    wire = wire if whole_s else {_looks("transfer"): 1.0}
+    wire = wire if whole_s else {look_of("transfer"): 1.0}
     spent = [(looks, parts["transfer"] * one / (whole_s or 1.0)) for looks, one in wire.items()]
     others = {"waiting": "wait", "copies": "memory", "idle": "idle"}
-    beside = [(_looks(name), parts[part]) for name, part in others.items()]
+    beside = [(look_of(name), parts[part]) for name, part in others.items()]
     return _sums([*spent, *beside, *_kernels(trace).items()])
 
 
@@ -336,7 +349,7 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
     is_step = trace.named(lambda name: name.startswith("Optimizer.step")) & (trace.kind == Kind.ANNOTATION)
     in_optimizer = callers(trace, events, is_step) >= 0
     seconds: dict[Looks, float] = defaultdict(float)
-    seconds[_looks("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
+    seconds[look_of("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
     events = events[~in_optimizer]
     kinds = np.stack([trace.label[events], parts_of(trace, events), matmul_shapes(trace, events)])
     first, alike = distinct_columns(kinds.astype(np.float64))
@@ -358,8 +371,8 @@ def _looks_of_kernel(name: str, part: str, sizes: str) -> Looks:
         of_sizes = (of, *direction, *_sizes(sizes)) if sizes else of_part
         return of_sizes, of_sizes, of_part, (of,)
     if of == "other kernels" and part:
-        return _looks(of, part)
-    return _looks(of, *_telling(of, is_backward=bool(_BACKWARD.search(name))))
+        return look_of(of, part)
+    return look_of(of, *_telling(of, is_backward=bool(_BACKWARD.search(name))))
 
 
 def _in_words(
@@ -380,13 +393,13 @@ _LEAST_FRAC = 0.5
 _OF_A_BACKWARD = re.compile(r"^autograd::engine|^Optimizer\.step|backward|bwd", re.IGNORECASE)
 
 
-def contradictions(summary: Summary, stated: Estimate) -> list[str]:
+def contradictions(summary: Summary, cluster: Cluster, kind: str, trains: bool) -> list[str]:
     """What of the stated job the traces contradict, a sentence each.
 
     They are of another chip of the catalog or of none; of another number of ranks; of operators none is of a
-    backward, or some are and none is stated; or most FLOP are of another model.
+    backward, or some are and none is stated.
     """
-    traces, chip = summary.traces, stated.cluster.chip
+    traces, chip = summary.traces, cluster.chip
     devices = {str(one.device_properties.get("name") or "") if one.has_device else "CPUs" for one in traces}
     words = {word for device in devices for word in re.findall(r"\w+", device.lower())}
     others = {number for name in chips() if (number := _model_number(name)) in words}
@@ -398,7 +411,7 @@ def contradictions(summary: Summary, stated: Estimate) -> list[str]:
     shown = {"devices": " and ".join(sorted(devices)), "is_other": is_other, "is_known": any(sizes)}
     has_none, num_ranks = devices == {"CPUs"} and chip.vendor != MEASURED, max(len(sizes), *sizes)
     shown |= {"has_none": has_none, "num_ranks": num_ranks, "recorded": recorded, "trained": trained}
-    return [*told("stated job", stated=stated, **shown), *_model(summary, stated)]
+    return told("stated job", cluster=cluster, kind=kind, trains=trains, **shown)
 
 
 def reduces_all(summary: Summary) -> bool:
