@@ -6,7 +6,6 @@ printed has its own ends: a reader that leaves (`| head`), /dev/full, a closed s
 a character. And of two writers of one file, one's whole file stays. Memory ends too.
 """
 
-import io
 import json
 import os
 import re
@@ -150,43 +149,12 @@ def test_too_little_memory(tmp_path: Path, mib: int, words: str) -> None:
 # --- stdout --------------------------------------------------------------------------------------
 
 
-class Refusing(io.StringIO):
-    """A stdout that takes nothing."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__()
-        self.error = error
-
-    def write(self, text: str) -> int:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    ("verb", "error", "code", "says"),
-    [
-        ("trace summary", BrokenPipeError(32, "Broken pipe"), 0, ""),
-        ("sweep", BrokenPipeError(32, "Broken pipe"), 0, ""),
-        ("estimate", OSError(28, "No space left on device"), 2, "No space left"),
-    ],
-    ids=["reader left", "reader of a sweep left", "full"],
-)
-def test_a_stdout_that_takes_nothing(
-    meshwise: Any, stated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    verb: str, error: OSError, code: int, says: str,
-) -> None:  # fmt: skip
-    """A reader that has seen enough is no failure; no room is, in one sentence."""
-    words, options = WRITES[verb]
-    given = stated(verb, words, options[0], tmp_path)
-    monkeypatch.setattr(sys, "stdout", Refusing(error))
-    done = meshwise(*given)
-    assert done.code == code and done.err.count("\n") == (1 if says else 0) and says in done.err, done.err
-
-
 @pytest.mark.parametrize(
     ("to", "code", "says"),
     [("| true", 0, ""), ("> /dev/full", 2, "No space left"), (">&-", 2, "stdout is closed")],
 )
 def test_where_stdout_goes(to: str, code: int, says: str) -> None:
+    """A reader that has seen enough is no failure; no room is, in one sentence."""
     command = f"{shlex.quote(sys.executable)} -m meshwise list chips --json {to}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == code and says in done.stderr, done.stderr

@@ -90,27 +90,11 @@ def test_ideal_attention_is_its_flop(batch, head, seq, dim):
 # --- dispatch and combine ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("copies", "inner", "outer"),
-    [
-        # a node of 8: 8 (1 - (7/8)^8) ranks are met, 7/8 of them are others
-        pytest.param(dispatch.copies_by_rank(8.0, 8.0, 8.0), 5.2511 * 7 / 8, 0.0, id="by rank, one node"),
-        # 4 nodes: 4 (1 - (3/4)^8) are met, 3/4 of them are others
-        pytest.param(dispatch.copies_by_rank(8.0, 32.0, 8.0), 7.17760 * 7 / 8, 3.5996 * 3 / 4, id="4 nodes"),
-        pytest.param(
-            dispatch.copies_by_rank(8.0, 64.0, 8.0, most_nodes=4.0),
-            7.17760 * 7 / 8,
-            3.5996 * 7 / 8,
-            id="8 nodes, at most 4 per token",
-        ),
-        pytest.param(dispatch.copies_by_expert(8.0, 16.0, 8.0), 8 * 7 / 16, 4.0, id="by expert, 2 nodes"),
-        pytest.param(dispatch.copies_spread(8.0, 4.0), 3.0, 0.0, id="spread over 4 ranks"),
-        pytest.param(dispatch.copies_spread(8.0, 64.0), 8 * 63 / 64, 0.0, id="spread over 64 ranks"),
-    ],
-)
-def test_copies_of_a_token(copies, inner, outer):
-    assert copies.inner == pytest.approx(inner, rel=1e-4)
-    assert copies.outer == pytest.approx(outer, rel=1e-4)
+@pytest.mark.parametrize(("kind", "of", "met", "others"), table("tables")["copies_of_a_token"])
+def test_copies_of_a_token(kind, of, met, others):
+    copies = getattr(dispatch, kind)(**of)
+    found = [copies.inner, copies.outer]
+    assert found == pytest.approx([one * frac for one, frac in zip(met, others, strict=True)], rel=1e-4)
 
 
 @given(
