@@ -1,4 +1,4 @@
-"""The measured step of anybody's script explain.beside the seconds of its dry run, op by op."""
+"""The measured step of anybody's script beside the seconds of its dry run, op by op."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from meshwise.trace.summary import Summary
 
 
 def explain_script(summary: Summary, outcome: ScriptOutcome, cluster: Cluster) -> explain.Explanation:
-    """The measured step explain.beside that of a dry run on `cluster`; ClusterError where that has no seconds."""
+    """The measured step beside that of a dry run on `cluster`; ClusterError where that has no seconds."""
     if (time := outcome.time) is None:
         raise ClusterError(outcome.untimed)
     trains = "backward" in outcome.step_ledger["phase"]
