@@ -139,9 +139,12 @@ def test_memory_of_a_gpu_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command -----------------------------------------------------------------------------------
 
 
-def test_command(meshwise: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [0.0, 60.0])
+def test_command(meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: float) -> None:
     file = tmp_path / "here.toml"
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     outcome = meshwise("calibrate", "--quick", "--ranks", "1", "-o", str(file), "--json")
     document = json.loads(outcome.out)
     assert document["file"] == str(file) and document["num_ranks"] == 1
+    assert ["kept 60.0 of" in note for note in document["notes"]] == [True] * bool(load)
     assert find_cluster(str(file)).chip.memory_bytes_per_s > 0

@@ -37,6 +37,7 @@ class Calibration:
 
     cluster: Cluster
     samples: Sequence[Sample]
+    notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What the cluster file holds, of the innermost links, and the samples."""
@@ -44,7 +45,7 @@ class Calibration:
         found = {name: getattr(on.chip, name) for name in _OF_CHIP} | {"num_ranks": on.num_chips}
         found |= {name: getattr(on, name) for name in ("name", "source", "checked")}
         found |= {f"link_{name}": getattr(link, name) for name in ("name", "bytes_per_s", "latency_s")}
-        return found | {"samples": [asdict(one) for one in self.samples]}
+        return found | {"samples": [asdict(one) for one in self.samples], "notes": [*self.notes]}
 
     def write(self, path: Path) -> None:
         """Write the cluster file, whole or not at all; DataError where that fails."""

@@ -263,6 +263,7 @@ def server_parts(found: ServerFit) -> Iterator[Section]:
 def machine_parts(found: Calibration) -> Iterator[Section]:
     """What was measured of a machine."""
     yield records_table(found.cluster.source, found.samples, TABLES["samples"])
+    yield from found.notes
 
 
 def _constant(name: str, value: float) -> str:

@@ -19,6 +19,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from meshwise.core.columns import grouped
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
+from meshwise.core.refusals import told
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.machine.hardware import Level
 from meshwise.runtime.launch import RankPlace, check_world, launch
@@ -221,6 +223,7 @@ def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Ca
         raise PlanError(f"--device {device} is unknown; use cpu or cuda")
     ranks = ranks or (2 if device == "cpu" else max(1, torch.cuda.device_count()))
     check_world(ranks, device)
+    notes = told("calibrated", device=device, load=os.getloadavg()[0], cores=os.cpu_count() or 1)
     try:
         samples = list(op_samples(device, quick))
     except torch.OutOfMemoryError:
@@ -230,7 +233,7 @@ def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Ca
         torch.cuda.empty_cache()  # the first rank measures on the same GPU
     if ranks > 1:
         samples += (launch(collective_samples, ranks, quick, device_type=device) or [[]])[0]
-    return from_samples(samples, device, ranks)
+    return replace(from_samples(samples, device, ranks), notes=notes)
 
 
 def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibration:
