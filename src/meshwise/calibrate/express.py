@@ -29,7 +29,7 @@ from meshwise.core.files import read_catalog
 from meshwise.core.refusals import refuse
 from meshwise.estimate.timing import overheads_of
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
-from meshwise.machine.overheads import Overheads, Tables
+from meshwise.machine.overheads import Overheads, Tables, software_on
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
 from meshwise.model.find import find_model, models
 from meshwise.model.weights import num_params
@@ -280,8 +280,8 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
     names = {"run": run, "stated": stated, "of": defaults, "model": model}
-    names |= {"dtype": dtype, "narrow": NARROW_DTYPES, "vendor": find_chip(run.chip).vendor}
-    names |= {"bool": bool, "gcd": math.gcd, "stages_of": _stages, "optimizers": _NAMES["optimizers"]}
+    names |= {"dtype": dtype, "narrow": NARROW_DTYPES, "chip": find_chip(run.chip), "stages_of": _stages}
+    names |= {"bool": bool, "gcd": math.gcd, "software_on": software_on, "optimizers": _NAMES["optimizers"]}
     names["states"] = _NAMES["optimizer_states"]
     columns = {key: getattr(run, column) for key, column in _NAMES["plan_columns"].items()}
     keys = {key: value for key, value in columns.items() if value not in (None, "")}
