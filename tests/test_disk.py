@@ -3,7 +3,7 @@ code 2, nothing on stdout, and no file that is half there.
 
 The disk takes less than a kilobyte of each file: RLIMIT_FSIZE fails the same calls as a full disk. What is
 printed has its own ends: a reader that leaves (`| head`), /dev/full, a closed stdout, an encoding that lacks
-a character. And of two writers of one file, one's whole file stays. Memory ends too.
+a character. And of two writers of one file, one's whole file stays.
 """
 
 import json
@@ -37,8 +37,6 @@ GLOO = str(GLOO4)
 SMALL = "ulysses --seq 64 --hidden 64 --heads 8"
 DISK = table("disk")
 WRITES = {verb: (words, options) for verb, (words, *options) in DISK["writes"].items()}
-SLOW = {"run": (f"{SMALL} --ranks 1", ("--profile .",))}
-"""In a process of its own, whose limit its ranks inherit."""
 EXCEPTIONS = table("exceptions")
 OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--out", "--profile"}
 CASES = [(verb, words, option) for verb, (words, options) in WRITES.items() for option in options]
@@ -55,7 +53,7 @@ def options_of(inside: Any, *words: str) -> Iterator[tuple[str, str]]:
 
 
 def test_every_output_is_tried() -> None:
-    tried = {(verb, option.split()[0]) for verb, (_, every) in (WRITES | SLOW).items() for option in every}
+    tried = {(verb, option.split()[0]) for verb, (_, every) in WRITES.items() for option in every}
     written = {
         (verb, option) for verb, option in options_of(typer.main.get_command(app)) if option in OUTPUTS
     }
@@ -114,36 +112,6 @@ def test_a_place_that_cannot_be_written(meshwise: Any, stated: Any, verb: str) -
     words, (option, *_) = WRITES[verb]
     done = meshwise(*stated(verb, words, option, READ_ONLY))
     check_refused(verb, done.code, done.out, done.err, READ_ONLY)
-
-
-def test_ranks_on_a_full_disk(stated: Any, tmp_path: Path) -> None:
-    words, (option,) = SLOW["run"]
-    folder = tmp_path / "full"
-    folder.mkdir()
-    command = [sys.executable, "-m", "meshwise", *stated("run", words, option, folder)]
-    with full_disk():
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    check_refused("run", done.returncode, done.stdout, done.stderr, "cannot write")
-    check_empty(folder)
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mib", "words"),
-    [
-        (100, "validate"),  # too little for numpy, whatever the verb
-        (350, f"trace summary {GLOO}"),
-        (350, f"run {SMALL} --ranks 2"),
-    ],
-)
-def test_too_little_memory(tmp_path: Path, mib: int, words: str) -> None:
-    line = f"ulimit -v {mib << 10}; exec {sys.executable} -m meshwise {words}"
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    if done.returncode:  # torch may log a line before
-        last = done.stderr.splitlines(keepends=True)[-1]
-        check_refused(words.split()[0], done.returncode, done.stdout, last, "memory")
 
 
 # --- stdout --------------------------------------------------------------------------------------

@@ -81,9 +81,9 @@ def clocks_text(summary: Summary) -> str:
 
 
 def _stragglers(summary: Summary, limit: int) -> Table:
-    """Those that were awaited longest, in the order of ranks."""
+    """Those that were awaited longest, all of them in the order of ranks."""
     found = summary.stragglers
-    shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
+    shown = sorted(found, key=lambda row: -row.awaited_s)[:limit] if len(found) > limit else found
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
     return _lines(title, shown, TABLES["stragglers"])
 

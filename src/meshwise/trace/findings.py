@@ -30,7 +30,7 @@ from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import COMPILER, PARTS, Breakdown, Partition, breakdown, work
 from meshwise.trace.collectives import Collective, ranks_named, ranks_text, stragglers
-from meshwise.trace.events import Kind, Trace, inputs, is_shape
+from meshwise.trace.events import NAMES, Kind, Trace, inputs, is_shape, named_by, patterns
 from meshwise.trace.operators import KernelTotal, kernels_of
 from meshwise.trace.steps import PROFILER_STEP, Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
@@ -38,6 +38,7 @@ from meshwise.trace.transfers import Transfer, transfers
 
 _TEXTS = read_catalog("findings.toml")
 _CAUSES = _TEXTS["causes"]
+_CLASSES = patterns(NAMES["classes"])
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
 _SLOW_LINK, _SLOW_LINK_OF_TWO = 0.8, 0.67
@@ -154,14 +155,17 @@ def findings(
     holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
     holders = [of for of in holders if of.kind != "slow transfer" or (linked | unseen).isdisjoint(of.ranks)]
     single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
-    return [*(single or _undecided(job, undecided)), *_idle(job), *_exposed(job, named=bool(single))]
+    is_told = bool(single or undecided)
+    return [*(single or _undecided(job, undecided)), *_idle(job), *_exposed(job, named=is_told)]
 
 
 def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
     """That nobody is named although ranks wait: steps are too few, or messages do not tell their ends."""
     if reason and (waited_s := job.mean_s("wait")) >= _UNDECIDED_FRAC * job.span_s:
-        most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
-        told = {"waited": duration(waited_s), "awaited": duration(most.awaited_s), "reason": reason}
+        rows = stragglers(job.collectives)
+        most = max(rows, key=lambda row: row.awaited_s)
+        frac = most.awaited_s / sum(row.waited_s for row in rows)
+        told = {"waited": duration(waited_s), "frac": frac, "reason": reason}
         text = _TEXTS["few_steps"].format(most=most, **told)
         return [job.finding("undecided", text, waited_s)]
     unnamed = any(one.name == "send_recv" and "->" not in one.group for one in job.collectives)
@@ -257,11 +261,16 @@ def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
     if most is is_other:
         sizes = _other_sizes([dims for _, dims in keys], np.where(of_name == at, own_s - usual_s, 0.0))
         return "larger work", _CAUSES["other inputs"].format(sizes=sizes, **told)
-    ratio = sum_s[most].sum() / (usual_sum_s[most].sum() or np.inf)
+    told["unknown"] = _CAUSES["unknown inputs"] * (not is_sized)
     is_large = most & (sum_s >= _MIN_FRAC * sum_s.sum()) & (usual_sum_s > 0)
-    ratios = sum_s[is_large] * usual_num[is_large] / num[is_large] / usual_sum_s[is_large]
-    kind = "slow device" if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1) else "larger work"
-    return kind, _CAUSES[kind].format(ratio=ratio, unknown=_CAUSES["unknown inputs"] * (not is_sized), **told)
+    is_matmul = is_large & np.array([named_by(_CLASSES, name) == "matmul" for name in names])
+    for what, of in (("all kernels", is_large), ("matmuls", is_matmul)):  # a low clock leaves memory as it is
+        ratios = sum_s[of] * usual_num[of] / num[of] / usual_sum_s[of]
+        ratio = sum_s[of].sum() / (usual_sum_s[of].sum() or np.inf)
+        is_most = more_s[of].sum() >= _MOSTLY * more_s[most].sum()
+        if is_most and len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1):
+            return "slow device", _CAUSES["slow device"].format(what=what, ratio=ratio, **told)
+    return "larger work", _CAUSES["larger work"].format(**told)
 
 
 def _other_sizes(dims: Sequence[str], more_s: NDArray[np.float64]) -> list[str]:

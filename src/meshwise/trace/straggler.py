@@ -25,8 +25,9 @@ positive m.
                 step in nine may be otherwise (something else happened in it), with 80 % of all relief too
     pause       one g is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
                 where that one is < 5 % of a step), the median of L[r] over the steps taken off
-    several     (8 ranks or more) L[r] below the median rank's in 80 % of the steps, typically by 2 % of a
-                step, 6 standard deviations of the ranks and a quarter of what it is on the latest rank
+    several     (8 ranks or more) of the steps in which L of any rank is 2 % of a step below the median
+                rank's (three or more), L[r] is so in 80 %, typically by 2 % of a step, 6 standard deviations
+                of the ranks and a quarter of what it is on the latest rank
 
 If more than one holds, the costliest counts. A rank is late in the steps that would gain 2 % of a step, or
 half of the mean, if that is less.
@@ -208,7 +209,7 @@ def _persistent(view: _Steps) -> NDArray[np.bool_]:
     steps, ranks = margin.shape
     median, much_s = float(np.median(margin[:, i])), _STEP_FRAC * view.step_s
     num_last = int((margin[:, i] > (0 if median >= much_s else much_s)).sum())
-    is_rare = steps >= _RARE_STEPS and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
+    is_rare = steps >= MIN_STEPS and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
     has_most = relief[i] >= max(_RELIEF_FRAC * relief.sum(), _STEP_FRAC * view.span_s)
     least_frac, median_frac = next(limits for from_steps, *limits in _ALWAYS if steps >= from_steps)
     least = float(np.sort(margin[:, i])[steps // _OTHERWISE])
@@ -219,14 +220,16 @@ def _persistent(view: _Steps) -> NDArray[np.bool_]:
 def _late(view: _Steps, chosen: NDArray[np.bool_]) -> LateRanks:
     """What the job would gain if the ranks `chosen` [n], of some steps [S, n], came with the last other one.
 
-    In the first step they are taken to be as late as in the next one, at most as in the median step.
+    In the first step those that are late in most are taken to be as late as in the next one, at most as in
+    the median step.
     """
     in_step, is_late = (np.atleast_2d(chosen).any(axis=axis) for axis in (1, 0))
     others, own = view.lost_s[:, ~is_late].min(axis=1), view.lost_s[:, is_late].min(axis=1)
     gain_s = np.maximum(others - own, 0) * in_step
     slow = gain_s >= min(_SPAN_FRAC * view.step_s, gain_s.mean() / 2)
     num_late, num_steps = int(slow.sum()), len(slow)
-    whole_s = float(gain_s.sum() + min(gain_s[0], np.median(gain_s)) * (view.num_all_steps - num_steps))
+    in_first_s = min(gain_s[0], np.median(gain_s)) * (slow.mean() >= _OFTEN)
+    whole_s = float(gain_s.sum() + in_first_s * (view.num_all_steps - num_steps))
     each_s, step_s = float(gain_s[slow].mean()), float(np.median(view.duration_s[slow]))
     steps = tuple(view.number[slow].tolist() if len(view.number) == num_steps else ())
     ranks, start_s = tuple(np.array(view.ranks)[is_late].tolist()), float(view.start_s[slow][0])
@@ -251,8 +254,11 @@ def _pause(view: _Steps) -> NDArray[np.bool_]:
 
 
 def _several(view: _Steps) -> NDArray[np.bool_]:
-    """The ranks, if any, that lose less than the median rank, step after step."""
+    """The ranks, if any, that lose less than the median rank in most steps in which any does by much."""
     less = np.median(view.lost_s, axis=1, keepdims=True) - view.lost_s
+    less = less[less.max(axis=1) >= _SPAN_FRAC * view.step_s]
+    if len(less) < MIN_STEPS:
+        return np.zeros(view.lost_s.shape[1], dtype=bool)
     typical = np.median(less, axis=0)
     spread = float(np.median(np.abs(typical - np.median(typical))))
     least_s = max(_SPAN_FRAC * view.step_s, _SEVERAL_SPREADS * spread, _OF_LATEST_FRAC * typical.max())

@@ -256,11 +256,13 @@ def summarize(traces: Traces) -> Summary:
     offsets = alignment.offsets_ns
     origin = min((one.first_ns - offsets[one.rank] for one in facts if one.first_ns is not None), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
+    steps = [*itertools.chain(*(one.steps for one in facts))]
     first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
+    if first_step > 0 and {one.part for one in steps if one.number == first_step} == {"whole"}:
+        first_step = -1  # it goes on with a job that has started
     measured = dict(zip(traces.ranks, traces.each(with_calls, waits_ns(found)), strict=True))
     partitions = [parts for parts, _ in measured.values()]
     calls = [replace(c, alone_s={r: measured[r][1][event] for r, event in c.events.items()}) for c in found]
-    steps = itertools.chain(*(one.steps for one in facts))
     return Summary(
         traces=traces,
         ranks=[one.breakdown for one in facts],

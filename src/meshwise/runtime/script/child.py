@@ -126,7 +126,7 @@ def _supply_launchers(settings: dict[str, Any], device: int) -> None:
     def launch(config: Any, entrypoint: str) -> Callable[..., None]:
         started, ranks = config.max_nodes * config.nproc_per_node, settings["ranks"]
         if started != ranks:
-            raise PlanError(f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal")
+            raise PlanError(f"the launcher starts {started} ranks, the dry run has {ranks}; make them equal")
 
         def start(*words: str) -> None:
             sys.stdout.flush()

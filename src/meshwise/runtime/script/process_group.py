@@ -144,7 +144,7 @@ def supply_process_groups(
 
     def new_group(size: int, place: int, among: Any, backend: Any, store: Any, name: Any, **how: Any) -> Any:
         if not among and (size, place) != (ranks, rank):
-            raise PlanError(f"the script is rank {place} of {size}, but --ranks is {ranks} and --rank {rank}")
+            raise PlanError(f"the script is rank {place} of {size}, the dry run is of rank {rank} of {ranks}")
         named[name] = "nccl" if str(backend) == "undefined" else str(backend)
         how |= {"backend_options": None, "device_id": None}
         devices = "cuda:fake" if str(backend) == "nccl" else BACKEND
