@@ -55,7 +55,8 @@ def explain(
         _explain_rl(rl_log, source, asked, json=json)
         return
     words = [*map(str, asked.pop("traces") or ())]
-    begin = next((place for place, word in enumerate(words) if is_command(word)), len(words))
+    are_traces = [Path(word).is_dir() or ".json" in word or not is_command(word) for word in words]
+    begin = [*are_traces, False].index(False)
     refuse("explained traces", DataError, traces=words[:begin])
     with on_nodes(ray, "ranks"):
         found = api.explain(words[:begin], command=words[begin:], **asked)

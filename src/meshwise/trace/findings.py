@@ -164,7 +164,7 @@ def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
     if reason and (waited_s := job.mean_s("wait")) >= _UNDECIDED_FRAC * job.span_s:
         rows = stragglers(job.collectives)
         most = max(rows, key=lambda row: row.awaited_s)
-        frac = most.awaited_s / sum(row.waited_s for row in rows)
+        frac = most.awaited_s / (sum(row.waited_s for row in rows) or 1.0)
         told = {"waited": duration(waited_s), "frac": frac, "reason": reason}
         text = _TEXTS["few_steps"].format(most=most, **told)
         return [job.finding("undecided", text, waited_s)]
