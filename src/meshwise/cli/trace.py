@@ -124,7 +124,7 @@ def plot(found: Summary, *, out: Path = Path("ranks.png")) -> Found:
 
     draw(found, out)
     document = {"file": str(out), "findings": found.to_json()["findings"]}
-    return document, [headline(found.findings), f"{out}: {len(found.traces)} ranks"]
+    return document, [headline(found), f"{out}: {len(found.traces)} ranks"]
 
 
 def report(found: Summary, *, out: Path = Path("report.html"), cluster: str | None = None) -> Found:

@@ -20,7 +20,6 @@ from meshwise.trace.collectives import ranks_text
 from meshwise.trace.critical_path import CriticalPath, critical_path
 from meshwise.trace.difference import StepChange, StepDifference
 from meshwise.trace.explain import Explanation, OpDifference
-from meshwise.trace.findings import Finding
 from meshwise.trace.intervals import covered
 from meshwise.trace.memory import MemoryPeak, memory_peaks, timeline
 from meshwise.trace.operators import AcrossRanks, OperatorTotal, joint_sections
@@ -40,14 +39,15 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def headline(found: Sequence[Finding]) -> str:
-    """The finding that costs most, in one sentence."""
-    return sentence(found[0].text if found else NOTHING) + "."
+def headline(summary: Summary) -> str:
+    """The finding that costs most, in one sentence; where there is none, what may hide it."""
+    texts = [NOTHING, *(one.text for one in summary.problems[:1])]
+    return sentence(summary.findings[0].text if summary.findings else "; ".join(texts)) + "."
 
 
 def parts(summary: Summary, *, limit: int = 15, everything: bool = False) -> Iterator[Section]:
     """The answer in a sentence, who waits for whom, where the time went, and what else was found."""
-    yield headline(summary.findings) + "\n"
+    yield headline(summary) + "\n"
     yield from summary_tables(summary, limit=limit, everything=everything)
     for one in summary.findings[1:]:
         yield sentence(one.text) + "."
@@ -140,7 +140,7 @@ def profile_table(rows: Sequence[OperatorTotal], title: str, *, sort_by: str, li
 
 def change_parts(old: Summary, new: Summary, found: StepDifference, limit: int) -> Iterator[Section]:
     """Who is late now, and the time of the mean rank before and after, by class of work and by kernel."""
-    yield f"After: {headline(new.findings)}"
+    yield f"After: {headline(new)}"
     what, (before_s, after_s) = "a step" if any(found.num_steps) else "the whole capture", found.step_s
     sides = zip((old, new), found.num_steps, strict=True)
     before, after = (f"ranks: {len(of.ranks)}, steps: {num or 'not marked in both'}" for of, num in sides)
@@ -201,7 +201,7 @@ def page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections += _rates(summary, cluster)
     sections += summary_tables(summary, limit=MOST_ROWS)
     sections.append(Text("Notes", [clocks_text(summary), *(one.text for one in summary.problems)]))
-    title, first = f"{len(summary.traces)} ranks", headline(summary.findings)
+    title, first = f"{len(summary.traces)} ranks", headline(summary)
     return Page(title, first, sections, bool(summary.traces))
 
 
