@@ -67,6 +67,14 @@ def named_by(among: Patterns, text: str) -> str:
     return next((name for name, pattern in among.items() if pattern.search(text)), "")
 
 
+_CLASSES = patterns(NAMES["classes"])
+
+
+def class_of_kernel(name: str) -> str:
+    """The class of work that the name of a kernel tells; empty for none."""
+    return named_by(_CLASSES, name)
+
+
 _NAMED = {kind: patterns(table) for kind, table in NAMES["named"].items()}
 
 

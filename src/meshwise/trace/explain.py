@@ -63,7 +63,7 @@ from meshwise.model.weights import block_weights
 from meshwise.plan.plan import plan_text
 from meshwise.trace.breakdown import intervals, work
 from meshwise.trace.columns import Traces
-from meshwise.trace.events import NAMES, Ints, Kind, Trace, named_by, patterns
+from meshwise.trace.events import NAMES, Ints, Kind, Trace, class_of_kernel, named_by, patterns
 from meshwise.trace.intervals import length
 from meshwise.trace.nesting import launchers, nearest, nested_in
 from meshwise.trace.operators import callers, spent_ns
@@ -75,7 +75,7 @@ from meshwise.trace.transfers import POINT_TO_POINT
 _MATMUL_FLOP_PER_BYTE = 16.0
 _BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
-_PATTERNS = {what: patterns(NAMES[what]) for what in ("classes", "parts", "op_classes", "op_parts")}
+_PATTERNS = {what: patterns(NAMES[what]) for what in ("parts", "op_classes", "op_parts")}
 """What names of kernels, modules and ops of an estimate have in them, by class and by part of a model."""
 
 Look = tuple[Any, ...]
@@ -202,7 +202,7 @@ def _joined(
 
 
 def _class_of_kernel(name: str) -> str:
-    return named_by(_PATTERNS["classes"], name) or _UNNAMED
+    return class_of_kernel(name) or _UNNAMED
 
 
 def _predicted(estimate: Estimate, ranks: Sequence[int], seen: Set[Look]) -> Iterator[StepWork]:
@@ -484,4 +484,9 @@ def part_of_label(category: str, name: str) -> int:
     """The part that an event of this name begins, if it is that of a module, a section or a backward."""
     if not name.startswith((_MODULE, _AUTOGRAD)) and category != "user_annotation":
         return 0
-    return PARTS.index(named_by(_PATTERNS["parts"], name.removeprefix(_MODULE)))
+    return PARTS.index(part_named(name.removeprefix(_MODULE)))
+
+
+def part_named(name: str) -> str:
+    """The part of a model that the name of a module or a section tells; empty for none."""
+    return named_by(_PATTERNS["parts"], name)

@@ -30,7 +30,7 @@ from meshwise.core.ledger import shape_text
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import COMPILER, PARTS, Breakdown, Partition, breakdown, work
 from meshwise.trace.collectives import Collective, ranks_named, ranks_text, stragglers
-from meshwise.trace.events import NAMES, Kind, Trace, inputs, is_shape, named_by, patterns
+from meshwise.trace.events import Kind, Trace, class_of_kernel, inputs, is_shape
 from meshwise.trace.operators import KernelTotal, kernels_of
 from meshwise.trace.steps import PROFILER_STEP, Marks, RankStep, step_table
 from meshwise.trace.straggler import LateRanks, holders_up
@@ -38,7 +38,6 @@ from meshwise.trace.transfers import Transfer, transfers
 
 _TEXTS = read_catalog("findings.toml")
 _CAUSES = _TEXTS["causes"]
-_CLASSES = patterns(NAMES["classes"])
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
 _SLOW_LINK, _SLOW_LINK_OF_TWO = 0.8, 0.67
@@ -263,7 +262,7 @@ def _why_compute(facts: Sequence[RankFacts], i: int) -> tuple[str, str]:
         return "larger work", _CAUSES["other inputs"].format(sizes=sizes, **told)
     told["unknown"] = _CAUSES["unknown inputs"] * (not is_sized)
     is_large = most & (sum_s >= _MIN_FRAC * sum_s.sum()) & (usual_sum_s > 0)
-    is_matmul = is_large & np.array([named_by(_CLASSES, name) == "matmul" for name in names])
+    is_matmul = is_large & np.array([class_of_kernel(name) == "matmul" for name in names])
     for what, of in (("all kernels", is_large), ("matmuls", is_matmul)):  # a low clock leaves memory as it is
         ratios = sum_s[of] * usual_num[of] / num[of] / usual_sum_s[of]
         ratio = sum_s[of].sum() / (usual_sum_s[of].sum() or np.inf)

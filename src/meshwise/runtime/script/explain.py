@@ -28,7 +28,7 @@ def _predicted(time: StepTime) -> Iterator[explain.StepWork]:
         spent_s = row["count"] * row["exposed_s" if row["collective"] else "time_s"]
         rest_s -= spent_s
         place = (row["module"] or "program", f"{row['op']} {row['collective']}".strip(), row["phase"])
-        part = explain.PARTS[explain.part_of_label("user_annotation", f"{row['module']}.{row['op']}")]
+        part = explain.part_named(f"{row['module']}.{row['op']}")
         yield explain.StepWork(explain.looks_of_op({**row, "module": part}), place, spent_s)
     for name, spent_s in (("idle", rest_s), ("waiting", time.parts_s["stragglers"])):
         yield explain.StepWork(explain.look_of(name), ("program", name, "step"), spent_s)
