@@ -104,7 +104,7 @@ def search(
     """
     from meshwise.plan.plan import plan_choices
     from meshwise.report.chart_picture import check_format
-    from meshwise.report.pages import write_html
+    from meshwise.report.pages import draw, write_html
     from meshwise.report.search import search_rows
     from meshwise.search.next_step import computed
 
@@ -145,7 +145,9 @@ def search(
     document |= _job_json(job)
     if html is not None:
         write_html(found, html, budget=budget)
-    show(found, document, json=json, plot=plot, budget=budget, below=_unread(job))
+    if plot is not None:
+        draw(found, plot, **({"budget": budget} if vary else {}))
+    show(found, document, json=json, budget=budget, below=_unread(job))
     if not document["complete"]:
         print("meshwise: stopped; these are the best of what was priced", file=sys.stderr)
         sys.exit(130)

@@ -126,14 +126,23 @@ def _set_axis(axes: Axes, name: str, axis: plot.ChartAxis) -> None:
         one.set_major_locator(LogLocator(subs=subs, numticks=40) if high > 8 * low else MaxNLocator(6))
         one.set_minor_locator(NullLocator())
     if axis.ticks:
-        one.set_ticks(axis.ticks)
+        one.set_ticks(_apart(axis.ticks, np.log if axis.log else np.asarray))
     shown: dict[str, Callable[[float], str]] = {
         "percent": lambda value: f"{value:.0%}",
-        "count": lambda value: f"{value:,g}",
+        "count": lambda value: f"{value:,.12g}",
         "prefix": duration if axis.unit == "s" else lambda value: with_prefix(value, axis.unit),
     }
     if show := shown.get(axis.numbers):
         one.set_major_formatter(lambda value, _: show(round(value, 15)) if value else "0")
+
+
+def _apart(ticks: Sequence[float], scale: Callable[[Any], Any]) -> list[float]:
+    """Those of `ticks` whose names do not touch, the last among them."""
+    kept = [ticks[-1]]
+    for tick in reversed(ticks):
+        if scale(kept[-1]) - scale(tick) > 0.12 * (scale(ticks[-1]) - scale(ticks[0])):
+            kept.append(tick)
+    return kept
 
 
 def _draw_bars(axes: Axes, bars: plot.Bars, before: Sequence[plot.Bars]) -> None:

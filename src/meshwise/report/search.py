@@ -301,7 +301,8 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
     keys = list(study.points[0].changes) if study.points else []
     figures = []
     for i, point, plan in found:
-        rate, joules = plan.tokens_per_s, point.measures(budget).get("joules_per_token")
+        rate, watts = plan.tokens_per_s, budget.watts_per_gpu(plan)
+        joules = watts and watts * point.cluster.num_chips / rate
         per_gpu = "" if (speedup := study.speedup(i)) is None else f"{speedup:.1%}"
         named = " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure])
         row = duration(plan.step_s), f"{plan.mfu:.1%}", with_prefix(rate, "", 3), per_gpu
@@ -318,9 +319,10 @@ def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Sec
         )
         for i, point in enumerate(study.points)
     ]
-    title = "failures included" * (budget.tokens is not None)
-    yield Table(title, (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
-    yield "front: no other machine has both a shorter time per token and less of it"
+    included = "failures included" * (budget.tokens is not None)
+    yield Table(included, (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
+    with_them = f", {included}" * bool(included)
+    yield f"front: no other machine has both a shorter time per token and less of it{with_them}"
     endless = [f"{study.points[i].name}: {run['reason']}" for i, run in runs.items() if "reason" in run]
     yield Text("Notes", study.notes + endless, "note: ")
 
@@ -329,9 +331,9 @@ FRONTS: dict[str, str] = WORDS["fronts"]
 """What the fronts are called in a table."""
 
 
-def study_picture(study: Study) -> plot.Picture:
-    """Machines by their speed, and by the GPU-hours that a token takes on them."""
-    found = [(point, point.measures()) for point in study.points if point.best is not None]
+def study_picture(study: Study, budget: TokenBudget | None = None) -> plot.Picture:
+    """Machines by their speed, and by the GPU-hours that a token takes; of a run, failures included."""
+    found = [(point, values) for point in study.points if (values := point.measures(budget))]
     names = [point.name for point, _ in found]
     chips = [values["num_chips"] for _, values in found]
     tokens_per_s = [1.0 / values["s_per_token"] for _, values in found]
@@ -344,17 +346,20 @@ def study_picture(study: Study) -> plot.Picture:
     else:
         bars = plot.Bars(names, tokens_per_s, [plot.COLORS[0]] * len(names))
         speed = plot.Chart("Speed", [bars], plot.ChartAxis("tokens/s", low=0.0))
-    front = {id(study.points[i]) for i in study.front("gpu_s_per_token")}
+    front = {id(study.points[i]) for i in study.front("gpu_s_per_token", budget)}
     hours = [1e6 / 3600 * values["gpu_s_per_token"] for _, values in found]
     colors = [plot.FRONT_COLOR if id(point) in front else plot.COLORS[0] for point, _ in found]
     dots: list[plot.Mark] = [
         plot.Series([x], [y], color=color, line="", size=7)
         for x, y, color in zip(tokens_per_s, hours, colors, strict=True)
     ]
-    axes = plot.ChartAxis("tokens/s", log=True), plot.ChartAxis("GPU-hours a million tokens", low=0.0)
+    is_wide = max(hours, default=0.0) > 20.0 * min(hours, default=0.0)
+    y_axis = plot.ChartAxis("GPU-hours a million tokens", log=is_wide, low=None if is_wide else 0.0)
+    included = " Failures are included." * (budget is not None and budget.tokens is not None)
     cost = plot.Chart(
-        "GPU-hours", [*dots, plot.Names(tokens_per_s, hours, names, colors)], *axes,
-        "Red: no other machine is both faster and takes fewer.", height=360,
+        "GPU-hours", [*dots, plot.Names(tokens_per_s, hours, names, colors)],
+        plot.ChartAxis("tokens/s", log=True), y_axis,
+        f"Red: no other machine is both faster and takes fewer.{included}", height=360,
     )  # fmt: skip
     return plot.Picture([[speed, cost]])
 

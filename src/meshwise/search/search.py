@@ -145,6 +145,16 @@ class Result(Shown):
             return None
         return self.ranked_s(*self.runnable) / self.ranked_s(self.best[0], self.bases[0]) - 1.0
 
+    @property
+    def ends_at(self) -> list[str]:
+        """Keys of which the best plan has the largest value that was tried, and larger ones were not."""
+        return [
+            key
+            for key, most in self.not_tried.items()
+            for of in self.best[:1]
+            if getattr(of.workload if key == "microbatch" else of.plan, key) == most > 1
+        ]
+
     def ranked_s(self, found: Estimate, of: Basis) -> float:
         """The step by which plans are ranked: under all adversities where `robust`."""
         return of.robust_s if self.robust else found.step_s
@@ -224,8 +234,9 @@ def search(
     framework, which must run the plan.
     `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
     adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
-    ones (`not_tried` says which are larger), but of keys that are `*`. `with_changes`: what would fit where
-    nothing does, and what offloading gives where little does.
+    ones (`not_tried` says which are larger), but of keys that are `*`, and of those whose largest the best
+    plan has: it is looked for again among all their values. `with_changes`: what would fit where nothing
+    does, and what offloading gives where little does.
     `unwanted`: where plans are left out, one reason after another.
     `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them. The result has no `best`
     where nothing fits.
@@ -251,7 +262,7 @@ def search(
     candidates = [*chosen, *near, *filter(None, (runnable,))]
     spared = asked.offloading(OFFLOADED[0])
     offloaded = spared.faster_than(kept) if with_changes else None
-    return Result(
+    found = Result(
         plans_considered=kept.considered,
         plans_priced=kept.priced,
         plans_feasible=kept.feasible,
@@ -271,6 +282,13 @@ def search(
         robust=robust,
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
+    if kept.stopped or not found.ends_at:
+        return found
+    freed = {**stated, **dict.fromkeys(found.ends_at, (ANY,))}
+    return search(
+        model, cluster, batch=batch, seq=seq, stated=freed, to=to, top=top, memory_frac=memory_frac,
+        robust=robust, with_changes=with_changes, unwanted=unwanted, on_plans=on_plans,
+    )  # fmt: skip
 
 
 def _with_software(cluster: Cluster, stated: Stated) -> Stated:

@@ -62,19 +62,23 @@ class StudyPoint:
         return ", ".join(f"{key}={value}" for key, value in self.changes.items())
 
     def measures(self, budget: TokenBudget | None = None) -> dict[str, float]:
-        """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits.
+        """Time per token, and `MEASURES` under the watts of `budget`; empty where nothing fits or ever ends.
 
-        Energy is left out where the chip's watts are neither stated nor known, dollars without a price.
+        Of a budget with tokens, the time is that of its run, failures included. Energy is left out where the
+        chip's watts are neither stated nor known, dollars without a price.
         """
-        if self.best is None:
-            return {}
         budget, num_chips = budget or TokenBudget(), self.cluster.num_chips
-        watts, token_s = budget.watts_per_gpu(self.best), 1.0 / self.best.tokens_per_s
+        run = self.run(budget)
+        if self.best is None or "reason" in run:
+            return {}
+        goodput = run["with_failures"]["goodput_frac"] if "with_failures" in run else 1.0
+        watts, token_s = budget.watts_per_gpu(self.best), 1.0 / self.best.tokens_per_s / goodput
+        usd = budget.usd_per_token(self.best)
         measured = {
             "s_per_token": token_s,
             "num_chips": float(num_chips),
             "gpu_s_per_token": token_s * num_chips,
-            "usd_per_token": budget.usd_per_token(self.best),
+            "usd_per_token": usd and usd / goodput,
             "joules_per_token": watts and token_s * num_chips * watts,
             "memory_bytes": self.best.memory_bytes["total"],
         }
