@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwise.calibrate.leave_one_source_out import predicted_by_others
 from meshwise.calibrate.releases import progress, read_board
-from meshwise.calibrate.runs import publication, published_runs
+from meshwise.calibrate.runs import publication, published_runs, unseen_runs
 from meshwise.calibrate.validate import (
     Prediction,
     Validation,
@@ -31,7 +31,6 @@ from meshwise.report.table import Table, percent
 DOCS = Path(__file__).parent
 NUM_WORST = 10
 OF_RUNS = ("step_s", "memory_bytes")
-UNSEEN = DOCS / "unseen_runs.csv"
 LEADING = ("step time", "rows", "median", "mean", *report.LEFT_OUT_COLUMNS)
 """Columns of the first table."""
 
@@ -121,6 +120,8 @@ def markdown(block: Table | str) -> str:
 if __name__ == "__main__":
     tables = [Path(sys.argv[1]) / name for name in DATA_FILES]
     files = [published_runs(), *(path for path in tables if path.is_file())]
-    found = predicted_by_others(validate(files), files)
-    board = list(progress(read_board(DOCS / "board.csv"), found.rows))
-    write_accuracy(replace(found, board=board), validate([UNSEEN]).rows, DOCS)
+    fitted, unseen = validate(files).rows, validate([unseen_runs()]).rows
+    found = predicted_by_others(Validation([*fitted, *unseen]), files)
+    of_fit = Validation(found.rows[: len(fitted)])
+    board = list(progress(read_board(DOCS / "board.csv"), of_fit.rows))
+    write_accuracy(replace(of_fit, board=board), found.rows[len(fitted) :], DOCS)

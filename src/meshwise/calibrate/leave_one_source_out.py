@@ -3,7 +3,9 @@
 The misses of the fitting half are linearised once at the fitted constants (`robust.LinearMisses`); leaving a
 group of runs out is then a small regression, and its runs are priced anew with what came of it. From these
 misses, and from those with all runs of a chip (a generation, a type, a software, a scale) left out, follow
-the intervals of `meshwise.estimate.intervals`.
+the intervals of `meshwise.estimate.intervals`. The mechanisms, too, were found on the runs that are fitted,
+so a new source misses by more than they tell: the steps of `catalog/unseen_runs.csv`, to which nothing is
+fitted, count as well.
 """
 
 import math
@@ -21,7 +23,7 @@ from meshwise.calibrate.errors import quantiles
 from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import Constants
 from meshwise.calibrate.robust import LinearMisses
-from meshwise.calibrate.runs import publication
+from meshwise.calibrate.runs import publication, unseen_runs
 from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.columns import grouped
 from meshwise.core.errors import DataError
@@ -44,50 +46,74 @@ FEW = (2.402, 1.472, 1.278, 1.196, 1.152, 1.124, 1.104, 1.090, 1.079, 1.071)
 @dataclass(frozen=True, slots=True)
 class MissesByOthers:
     """Misses of every run with its source left out, and with all that are alike in an aspect left out, by
-    quantity (and aspect)."""
+    quantity (and aspect). `unseen` are in no table of a fit, `fitted` may be."""
 
-    runs: Sequence[Expressed]
+    fitted: Sequence[Expressed]
+    unseen: Sequence[Expressed]
     by_source: Mapping[str, Misses]
     by_aspect: Mapping[str, Mapping[str, Misses]]
 
     def spreads(self, without: str = "") -> Spreads:
-        """How far measured and predicted differ by regime, over the sources other than `without`."""
-        runs = [each for each in self.runs if publication(each.run.source) != without]
-        known = {name: [each for each in runs if each.run.id in self.by_source[name]] for name in QUANTITIES}
-        return Spreads(
-            {
-                name: {aspect: measured(those, aspect) for aspect in self.by_aspect[name]}
-                for name, those in known.items()
-            },
-            *(self._spreads(name, those) for name, those in known.items()),
-        )
+        """How far measured and predicted differ by regime, over the sources other than `without`.
 
-    def _spreads(self, quantity: str, known: Sequence[Expressed]) -> dict[str, Spread]:
+        Unseen runs count in the regimes of their steps if nothing of them is new; of memory most are of one
+        page, with documents of lengths that it does not say, and none counts.
+        """
+        fitted, unseen = (
+            [each for each in those if publication(each.run.source) != without]
+            for those in (self.fitted, self.unseen)
+        )
+        known = {name: self._that_measured(name, fitted) for name in QUANTITIES}
+        seen = {
+            name: {aspect: measured(those, aspect) for aspect in self.by_aspect[name]}
+            for name, those in known.items()
+        }
+        steps, memory = known.values()
+        judged = self._that_measured("step_s", unseen)
+        near = [
+            each
+            for each in judged
+            if all(what in seen["step_s"][aspect] for aspect, what in aspects_of(each).items())
+        ]
+        of_steps = self._spreads("step_s", steps + near, steps + judged)
+        return Spreads(seen, of_steps, self._spreads("memory_bytes", memory, memory))
+
+    def _that_measured(self, quantity: str, runs: Sequence[Expressed]) -> list[Expressed]:
+        return [each for each in runs if each.run.id in self.by_source[quantity]]
+
+    def _spreads(
+        self, quantity: str, near: Sequence[Expressed], runs: Sequence[Expressed]
+    ) -> dict[str, Spread]:
+        """By regime, from runs that are `near`; by aspect, how far all `runs` are from these."""
         misses = self.by_source[quantity]
-        names = dict.fromkeys(name for each in known for name in regimes_of(each, quantity))
-        return {name: spread(known, misses, quantity, name) for name in names} | {
-            f"{intervals.UNMEASURED}{aspect}": excess(known, without, misses, quantity, aspect)
+        names = dict.fromkeys(name for each in near for name in regimes_of(each, quantity))
+        return {name: spread(near, misses, quantity, name) for name in names} | {
+            f"{intervals.UNMEASURED}{aspect}": excess(runs, without, near, misses, quantity, aspect)
             for aspect, without in self.by_aspect[quantity].items()
         }
 
 
-def misses_by_others(runs: Sequence[Expressed], constants: Constants) -> MissesByOthers:
-    """Predict every run from `constants` moved to where the fitting half without its like has them."""
+def misses_by_others(
+    fitted: Sequence[Expressed], constants: Constants, unseen: Sequence[Expressed] = ()
+) -> MissesByOthers:
+    """Predict every run from `constants` moved to where the half of `fitted` that trains, without its like,
+    has them."""
+    runs = [*fitted, *unseen]
     by_source: dict[str, Misses] = {}
     by_aspect: dict[str, dict[str, Misses]] = {}
     for name, quantity in QUANTITIES.items():
-        linear = fit_steps.linearize(constants, fit_steps.fitting_half(runs, quantity), quantity)
-        known = (runs, linear, constants, quantity)
+        training = fit_steps.fitting_half(fitted, quantity)
+        known = (runs, training, fit_steps.linearize(constants, training, quantity), constants, quantity)
         by_source[name] = _misses(*known)
         by_aspect[name] = {aspect: _misses(*known, aspect) for aspect in aspects_of(runs[0])}
-    return MissesByOthers(runs, by_source, by_aspect)
+    return MissesByOthers(fitted, unseen, by_source, by_aspect)
 
 
 def _misses(
-    runs: Sequence[Expressed], linear: LinearMisses, constants: Constants, quantity: fit_steps.Quantity,
-    aspect: str = "",
+    runs: Sequence[Expressed], training: Sequence[Expressed], linear: LinearMisses, constants: Constants,
+    quantity: fit_steps.Quantity, aspect: str = "",
 ) -> Misses:  # fmt: skip
-    """Misses of all runs that measured a quantity, each without those of its source in the fitting half.
+    """Misses of all runs that measured a quantity, each without those of its source in the half that trains.
 
     In place of its source: of all that are like it in `aspect`. Nor do the kernels of their chips help, where
     these are what they have in common.
@@ -97,7 +123,6 @@ def _misses(
         return aspects_of(each)[aspect] if aspect else publication(each.run.source)
 
     measured = [each for each in runs if getattr(each.run, quantity.name)]
-    training = fit_steps.fitting_half(runs, quantity)
     found: Misses = {}
     for group, members in grouped(measured, key).items():
         others = np.array([key(each) != group for each in training])
@@ -145,9 +170,10 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
     for name in QUANTITIES:
         sources = {publication(each.run.source) for each in priced if getattr(each.run, name)}
         refuse("leave one source out", DataError, name=name, sources=sources)
-    found = misses_by_others(priced, fit_steps.catalog_constants())
-    runs = {each.run.id: each for each in found.runs}
-    known = {name: found.spreads(without=name) for name in {publication(one.run.source) for one in priced}}
+    found = misses_by_others(priced, fit_steps.catalog_constants(), fit_steps.priced_runs([unseen_runs()]))
+    runs = {each.run.id: each for each in (*found.unseen, *found.fitted)}
+    sources = {publication(each.run.source) for each in runs.values()}
+    known = {name: found.spreads(without=name) for name in sources}
 
     def with_left_out(row: Prediction) -> Prediction:
         miss = found.by_source.get(row.quantity, {}).get(row.id)
@@ -195,16 +221,17 @@ def width(runs: Sequence[Expressed], misses: Misses, quantity: str, regime: str)
 
 
 def excess(
-    runs: Sequence[Expressed], without: Misses, misses: Misses, quantity: str, aspect: str
+    runs: Sequence[Expressed], without: Misses, near: Sequence[Expressed], misses: Misses, quantity: str,
+    aspect: str,
 ) -> Spread:  # fmt: skip
-    """The factor that has to come upon what others tell of their regimes for 8 of 10 measurements to lie
-    within where all runs alike in `aspect` are left out (`without`); each group counts once."""
+    """The factor that has to come upon what others that are `near` tell of their regimes for 8 of 10 `runs`
+    to lie within where all alike in `aspect` are left out (`without`); each group counts once."""
     beyond, groups = [], []
     keyed = grouped(runs, lambda each: (aspects_of(each)[aspect], *regimes_of(each, quantity)))
     for (group, *names), alike in keyed.items():
-        others = [each for each in runs if aspects_of(each)[aspect] != group]
-        near = max(width(others, misses, quantity, name) for name in names)
-        beyond += [without[each.run.id] ** 2 - near**2 for each in alike]
+        others = [each for each in near if aspects_of(each)[aspect] != group]
+        usual = max(width(others, misses, quantity, name) for name in names)
+        beyond += [without[each.run.id] ** 2 - usual**2 for each in alike]
         groups += [group] * len(alike)
     return _spread(math.sqrt(max(*quantiles(np.array(beyond), groups, 0.8), 0.0)), groups)
 

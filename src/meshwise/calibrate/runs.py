@@ -76,6 +76,11 @@ def published_runs() -> Path:
     return Path(str(resources.files("meshwise") / "catalog" / "published_runs.csv"))
 
 
+def unseen_runs() -> Path:
+    """The table of measured runs to which no constant is fitted: they judge, and widen intervals."""
+    return published_runs().with_name("unseen_runs.csv")
+
+
 def read_runs(path: Path) -> tuple[list[Run], list[BadRow]]:
     """The runs of one CSV file and its bad rows; DataError for a file that is no such table."""
     names = header(path)

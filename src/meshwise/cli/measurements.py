@@ -189,15 +189,15 @@ def _fit_ops(paths: list[Path]) -> Fitted:
 def _fit_steps(paths: list[Path]) -> Fitted:
     from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
     from meshwise.calibrate.leave_one_source_out import intervals_toml, misses_by_others
-    from meshwise.calibrate.runs import published_runs
+    from meshwise.calibrate.runs import published_runs, unseen_runs
 
     paths = [published_runs(), *paths]
-    runs = priced_runs(paths)
+    runs, unseen = priced_runs(paths), priced_runs([unseen_runs()])
     found = fit_overheads(runs, checked=date.today().isoformat(), data=[path.name for path in paths])
 
     def texts() -> Iterator[tuple[str, str]]:
         yield "overheads.toml", found.toml
-        yield "intervals.toml", intervals_toml(misses_by_others(runs, found.constants).spreads())
+        yield "intervals.toml", intervals_toml(misses_by_others(runs, found.constants, unseen).spreads())
 
     return found, texts()
 

@@ -3,9 +3,10 @@
 8 of 10 measurements differ from the prediction by no more than a factor, up or down: a new source is off as
 a whole, and on which side is not known before. The factors are those of runs whose source had no part in the
 constants that predicted them (`meshwise.calibrate.leave_one_source_out`), in `catalog/intervals.toml`. Runs
-are told apart by what moves the error: that of a step by experts or none, adapters, matmuls of 16 bits or
-fewer, more than 1,000 GPUs; that of memory by whose code holds it (Megatron's buffers, PyTorch's modules). An
-estimate in several regimes has the widest of their factors, one in none that is known the widest of all.
+are told apart by what moves the error: whose code it is (Megatron's, mostly tuned by those who wrote it, or
+PyTorch's, as fast as whoever calls it wrote the rest), and of steps also experts, adapters, dense models in 8
+bits or fewer, more than 1,000 GPUs. An estimate in several regimes has the widest of their factors, one in
+none that is known the widest of all.
 
 Few sources say little about the next one. Each source of a regime counts once, those of all others together
 as one more; of K such, the log of the factor is as much wider as Student's distribution asks for:
@@ -23,8 +24,9 @@ upon the widths of their regimes for 8 of 10 of them to lie within is the distan
 The widths of their regimes are here those that the other runs tell. Where runs are predicted no worse without
 their like (d = 0), nothing measured tells how much wider the interval should be: it is that of measured runs,
 and says so. What an aspect of a step measured may be new to memory, which fewer sources state. A kind of
-network that was not measured counts by the share of the step that waits for it. Servers and post-training,
-measured on few chips, take the distances of chips and generations from training.
+network that was not measured counts by the share of the step that waits for it, and so do more ranks than
+were measured: there, links are what is new. Servers and post-training, measured on few chips, take the
+distances of chips and generations from training.
 """
 
 import math
@@ -42,7 +44,6 @@ from meshwise.plan.plan import NARROW_DTYPES, Plan
 
 LARGE = 1000
 """GPUs beyond which a run is in a regime of its own."""
-DENSE = "dense"
 UNMEASURED = "unmeasured "
 """How names of the catalog begin that say the excess of an aspect, not the spread of a regime."""
 
@@ -101,11 +102,15 @@ def spreads() -> Spreads:
 
 def regimes(quantity: str, model: Model, cluster: Cluster, plan: Plan) -> list[str]:
     """The regimes of a training step on chips that were measured, or those of its memory."""
-    if quantity == "memory_bytes":
-        return [f"under {plan.software.partition('-')[0]}"]
-    kind = "adapters" if plan.lora_rank else "mixture of experts" if model.moe else DENSE
-    narrow = "" if kind != DENSE or plan.dtype not in NARROW_DTYPES else ", 8 bits or fewer"
-    return [kind + narrow, *([f"more than {LARGE:,} GPUs"] if cluster.num_chips > LARGE else [])]
+    is_step, is_dense = quantity == "step_s", not (plan.lora_rank or model.moe)
+    found = {
+        f"under {plan.software.partition('-')[0]}": True,
+        "adapters": is_step and plan.lora_rank,
+        "mixture of experts": is_step and model.moe and not plan.lora_rank,
+        "dense, 8 bits or fewer": is_step and is_dense and plan.dtype in NARROW_DTYPES,
+        f"more than {LARGE:,} GPUs": is_step and cluster.num_chips > LARGE,
+    }
+    return [name for name, is_one in found.items() if is_one]
 
 
 NETWORK = math.log(2.0)
@@ -164,19 +169,21 @@ def _told(far: Mapping[str, float]) -> str:
 
 def interval_of(
     quantity: str, value: float, model: Model, cluster: Cluster, plan: Plan,
-    *, is_training: bool = True, on_links_frac: float = 0.0, among: Spreads | None = None,
+    *, is_training: bool = True, on_links_frac: float = 0.0, on_new_links: bool = False,
+    among: Spreads | None = None,
 ) -> Interval:  # fmt: skip
     """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes) of a step.
 
-    `on_links_frac`: the share of it that waits for a network of a kind that was not measured.
+    `on_links_frac`: the share of it that waits for links; `on_new_links`: of a kind that was not measured.
     """
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
     missing = [*unmeasured(quantity, cluster, plan, among).items()]
     missing += [] if is_training else [("generation", "of a pass alone")]
     known = {name: spread for name, spread in table.items() if not name.startswith(UNMEASURED)}
     used = {name: known[name] for name in regimes(quantity, model, cluster, plan) if name in known} or known
-    far = {what: _distance(table, aspect) for aspect, what in missing}
-    if on_links_frac:
+    of_links = {"scale": on_links_frac * NETWORK}
+    far = {what: max(_distance(table, aspect), of_links.get(aspect, 0.0)) for aspect, what in missing}
+    if on_new_links and on_links_frac:
         far[f"over {cluster.levels[-1].name}"] = on_links_frac * NETWORK
     width = max(math.log(spread.p90) for spread in used.values())
     factor = math.exp(math.hypot(width, *far.values()))

@@ -105,10 +105,12 @@ class Estimate(Shown):
         kinds = tuple(self.machine.overheads.network_frac)
         is_new = any("outer.link" in names for names in self.inherited.values())
         is_new = is_new and not self.cluster.levels[-1].name.lower().startswith(kinds)
-        if quantity == "step_s" and is_new and self.machine.leaves_node(self.mesh.world, 1.0):
+        if quantity == "step_s" and self.machine.leaves_node(self.mesh.world, 1.0):
             exposed_s = (s for part, s in self.time_s.items() if part.startswith("comm_"))
             on_links_frac = sum(exposed_s) / self.step_s
-        return interval_of(quantity, value, *of, is_training=self.trains, on_links_frac=on_links_frac)
+        return interval_of(
+            quantity, value, *of, is_training=self.trains, on_links_frac=on_links_frac, on_new_links=is_new
+        )
 
     @property
     def tokens_per_s(self) -> float:
