@@ -71,7 +71,7 @@ def test_catalog_bandwidth_per_direction_becomes_sent_plus_received() -> None:
 
 
 def test_the_worked_example_of_the_2030_report() -> None:
-    params, flop = latency_wall_flop(assumptions(duration_s=2.33e7, batch="fixed-60M"), 1.2e-4)
+    params, flop = latency_wall_flop(assumptions(duration_s=2.33e7, batch="6e7"), 1.2e-4)
     assert params == pytest.approx((2.33e7 * 6e7 / (20 * 0.088 * 1.2e-4)) ** (1 / 1.27), rel=1e-9)
     assert params == pytest.approx(6.6e14, rel=1e-2)
     assert flop == pytest.approx(5.2e31, rel=1e-2)

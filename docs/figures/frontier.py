@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from meshwise.core.units import with_prefix
 from meshwise.cost.failures import Failures
 from meshwise.published.frontier.assumptions import (
@@ -38,10 +36,6 @@ def latency_wall_flop(run: Assumptions, layer_s: float) -> tuple[float, float]:
         lambda n: run.tokens(n * run.num_experts) / run.batch(n) * run.depth(n) * layer_s, run.duration_s
     )
     return float(params), float(6 * params * run.tokens(params * run.num_experts))
-
-
-COARSE = 10 ** np.linspace(24, 33, 46)
-"""Training computes of a table of choices: five to a decade."""
 
 
 def chips_table(found: list) -> str:
@@ -76,9 +70,9 @@ def choices_table(device: Device) -> str:
         for factor in (0, 0.5, 2)
     ]
     given = {kind: getattr(run, kind).name for kind in KINDS} | {name: getattr(run, name) for name in OPTIONS}
-    rows = [("as given", "", frontier(device, run, training_flop=COARSE).ideal)]
+    rows = [("as given", "", frontier(device, run).ideal)]
     rows += [
-        (name, value, frontier(device, assumptions(**change), training_flop=COARSE).ideal)
+        (name, value, frontier(device, assumptions(**change)).ideal)
         for name, value, change in changes
         if given.get(name) != value
     ]
@@ -98,7 +92,7 @@ def failures_table(device: Device) -> str:
     changes += [(name, factor, {name: value}) for name, (factor, value) in better.items()]
     changes += [("all three", "10 times better", values)]
     found = [
-        (name, text, frontier(device, failures=replace(known, **change), training_flop=COARSE).with_failures)
+        (name, text, frontier(device, failures=replace(known, **change)).with_failures)
         for name, text, change in changes
     ]
     return limits_table(found)

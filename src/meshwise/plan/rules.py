@@ -4,6 +4,8 @@
 error (`resolve`), of a grid each is true where it is broken.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -31,7 +33,8 @@ _SPLIT = tuple(map(SCHEDULES.index, ("zb-h1", "zb-v", "dualpipe", "dualpipe-v"))
 def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster, **free: Num) -> Mesh:
     """The mesh of one plan on all ranks of `cluster`.
 
-    `free`: numbers that the plan may have others of, as axes of a grid: what one of them mends is no error.
+    `free`: numbers that the plan may have others of, as axes of a grid: what one of them mends is no error,
+    and what none mends is told of the degrees that leave the fewest data-parallel ranks.
 
     Raises:
         PlanError: The degrees do not divide the world, the model, or each other.
@@ -40,6 +43,8 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster, **fr
     sizes = keys.numbers_of(plan)
     if plan.layout != "1d":
         refuse(layout_rules(model, plan, workload.seq), {"plan": plan})
+    every = sizes | free
+    sizes |= _fewest_replicas(cluster.num_chips, free)
     mesh = mesh_of(plan, workload, cluster.num_chips, sizes)
     if workload.num_at_once % int(mesh.dp * mesh.microbatch) and workload.kind == "sampling":
         raise WorkloadError(
@@ -50,10 +55,17 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster, **fr
     names |= {"cp": mesh.cp, "needs": NEEDS[int(mesh.schedule)], "model": model, "chip": cluster.chip}
     found = rules(model, mesh, sizes, cluster)
     if free:
-        every = rules(model, mesh_of(plan, workload, cluster.num_chips, sizes | free), sizes | free, cluster)
-        found = (one for one, of_all in zip(found, every, strict=True) if np.all(of_all.is_broken))
+        of_grid = rules(model, mesh_of(plan, workload, cluster.num_chips, every), every, cluster)
+        found = (one for one, of_all in zip(found, of_grid, strict=True) if np.all(of_all.is_broken))
     refuse(found, names)
     return mesh
+
+
+def _fewest_replicas(world: int, free: dict[str, Num]) -> dict[str, float]:
+    """The largest tp x cp x pp of a grid that divides the world; empty where none does."""
+    axes = [np.ravel(free[key]) for key in ("tp", "cp", "pp") if free]
+    dividing = [degrees for degrees in itertools.product(*axes) if not world % math.prod(degrees)]
+    return dict(zip(("tp", "cp", "pp"), max(dividing, key=math.prod, default=()), strict=False))
 
 
 def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> Iterator[Rule]:

@@ -105,25 +105,14 @@ def gathers(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
     """
     if vpp <= ACTIVE_CHUNKS:
         return (1,) * int(vpp * weight_copies(schedule))
-    visits = _order(schedule, pp, vpp, num_microbatches, rank)[1].tolist()
-    counts, active = [0] * vpp, set[int]()
-    for number in range(len(visits)):
-        coming = next_chunks(visits, number)
-        active &= coming.keys()
-        for chunk in coming:
-            counts[chunk] += chunk not in active
-            active.add(chunk)
-    return tuple(counts)
-
-
-def next_chunks(visits: list[int], start: int) -> dict[int, None]:
-    """The next `ACTIVE_CHUNKS` different chunks from action `start` on, in the order in which they come."""
-    coming: dict[int, None] = {}
-    for number in range(start, len(visits)):
-        coming[visits[number]] = None
-        if len(coming) == ACTIVE_CHUNKS:
-            break
-    return coming
+    counts, coming = [0] * vpp, list[int]()  # from the last action back: what is to come, the next first
+    for chunk in reversed(_order(schedule, pp, vpp, num_microbatches, rank)[1].tolist()):
+        if chunk in coming:
+            coming.remove(chunk)
+        elif len(coming) == ACTIVE_CHUNKS:
+            counts[coming.pop()] += 1
+        coming.insert(0, chunk)
+    return tuple(count + (chunk in coming) for chunk, count in enumerate(counts))
 
 
 def _order(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Any, Any]:

@@ -57,15 +57,15 @@ def law_names(kind: str) -> list[str]:
 
 
 def find_law(kind: str, text: str) -> Law:
-    """The law of `kind` called `text`, or the power law written `COEFFICIENT,EXPONENT`."""
+    """The law of `kind` called `text`, a number, or the power law written `COEFFICIENT,EXPONENT`."""
     entries = _CATALOG[kind]
     if text in entries:
         return Law(name=text, **entries[text])
     try:
-        coefficient, exponent = (float(part) for part in text.split(","))
+        coefficient, exponent = (float(part) for part in (text if "," in text else f"{text},0").split(","))
     except ValueError:
         raise WorkloadError(
-            f"no {kind} law is called {text!r}; known: {', '.join(entries)}; or write COEFFICIENT,EXPONENT"
+            f"no {kind} law is called {text!r}; known: {', '.join(entries)}, NUMBER or COEFFICIENT,EXPONENT"
         ) from None
     return Law(name=text, coefficient=coefficient, exponent=exponent, source="the command line")
 
