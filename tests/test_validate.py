@@ -424,10 +424,8 @@ def test_few_sources_say_little_about_the_next() -> None:
 def test_an_estimate_says_between_what_and_why(cluster: str, plan: str, why: str, of_memory: str) -> None:
     of = find_model("llama3-8b"), find_cluster(cluster), parse_plan(plan)
     found = estimate(*of, Workload(batch=8192, seq=8192))
-    between, measured = (
-        found.step_s_interval,
-        max(spreads().step_s[name].p90 for name in regimes("step_s", *of)),
-    )
+    between, known = found.step_s_interval, spreads().step_s
+    measured = max(known[name].p90 for name in regimes("step_s", *of))
     assert between.reason.endswith(why)
     assert (between.p90 > 1.001 * measured * found.step_s) == why.startswith("wider")
     told = found.to_json(ledger=False)["memory_bytes_interval"]
