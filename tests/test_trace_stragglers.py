@@ -161,26 +161,26 @@ def test_late_ranks_cost_what_the_job_would_gain(tmp_path, slow):
 
 
 @pytest.mark.parametrize(
-    ("late", "in_steps", "idle", "slower", "text"),
+    ("late", "in_steps", "more", "idle", "slower", "text"),
     [
-        ((4, 5, 6, 7), (1, 3, 5, 7), 40, 1.0, "late in 4 of 8 steps (13,15,17,19): 40 µs of each"),
-        ((5,), (0, 1, 2), 0, 1.2, "late in 3 of 3 steps: 40 µs of each 447 µs step, device side: matmuls"),
+        ((4, 5, 6, 7), (1, 3, 5, 7), 0, 40, 1.0, "late in 4 of 8 steps (13,15,17,19): 40 µs of each"),
+        ((5,), (0, 1, 2), 2, 0, 1.2, "late in 3 of 3 steps: 40 µs of each 447 µs step, device side: matmuls"),
     ],
 )
-def test_some_steps_and_three_whole_ones_tell(tmp_path, late, in_steps, idle, slower, text):
-    """A host that is late every second step; a clock that slows matmuls and leaves the memory as it is."""
-    now, events = np.zeros(16), [[] for _ in range(16)]
-    for step in range(max(in_steps) + 1):
-        for rank in range(16):
-            events[rank].append(host("user_annotation", f"ProfilerStep#{12 + step}", now[rank], 400))
-            is_late = rank in late and step in in_steps
+def test_some_steps_and_three_whole_ones_tell(tmp_path, late, in_steps, more, idle, slower, text):
+    """A host late every second step; a clock that slows matmuls alone, half the ranks with `more` steps."""
+    now, events, marked = np.zeros(16), [[] for _ in range(16)], 400 + 22 * more
+    for step in range(max(in_steps) + 1 + more):
+        for rank in (ranks := [*range(16 if step <= max(in_steps) else 8)]):
+            events[rank].append(host("user_annotation", f"ProfilerStep#{12 + step}", now[rank], marked))
+            is_late = rank in late and (step in in_steps or step > max(in_steps))
             now[rank] += idle * is_late + rank % 3
             for name, length in (("gemm_a", 100), ("norm", 200), ("gemm_b", 100)):
                 times = slower if is_late and name != "norm" else 1.0
                 _until(events, now, rank, name, now[rank] + length * times)
-        now[:] = _all_reduce(events, [*range(16)], now, 5)
-    first = _single(summary_of(tmp_path, events, host_name="node"))[0]
-    assert first.ranks == late and text in first.text
+        now[ranks] = _all_reduce(events, ranks, now[ranks], 5)
+    first = _single(found := summary_of(tmp_path, events, host_name="node"))[0]
+    assert first.ranks == late and text in first.text and bool(more) == bool(found.problems)
     assert first.seconds == pytest.approx(40e-6 * len(in_steps), rel=0.1)
 
 

@@ -15,6 +15,7 @@ that stands in ends with the work of the trace.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -109,6 +110,13 @@ def with_steps(traces: Traces, steps: str) -> Traces:
     """The traces with the work of some steps only: `3-7`, `5`, or `complete`."""
     changes = {rank: partial(chosen_steps, marked=own, steps=steps) for rank, own in marks(traces).items()}
     return traces.changed(changes)
+
+
+def common_steps(marked: Mapping[int, Marks]) -> str:
+    """The range of steps that every rank has, where some have others too; "" where that is none or one."""
+    numbers = {frozenset(one.number.tolist()) for one in marked.values()}
+    common = frozenset.intersection(*numbers) if numbers else ()
+    return f"{min(common)}-{max(common)}" if len(numbers) > 1 and len(common) > 1 else ""
 
 
 def chosen_steps(trace: Trace, marked: Marks, steps: str) -> Trace:

@@ -37,7 +37,7 @@ from meshwise.trace.findings import Finding, RankFacts, findings, rank_facts
 from meshwise.trace.match import linked, match
 from meshwise.trace.operators import KernelTotal, Section, kernel_totals, sections
 from meshwise.trace.read import read_traces
-from meshwise.trace.steps import RankStep, marks, with_steps
+from meshwise.trace.steps import RankStep, common_steps, marks, with_steps
 
 _SPREADS, _SPAN_FRAC, _MOSTLY = 6 * 1.4826, 0.02, 0.8
 _LEAST_GROUPS = 3
@@ -245,8 +245,11 @@ def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
 
 
 def summarize(traces: Traces) -> Summary:
-    """The summary of the traces of one job, one trace a rank."""
+    """The summary of the traces of one job, one a rank: of the steps that all have, where some have more."""
     marked = marks(traces)
+    if common := common_steps(marked):
+        traces = with_steps(traces, common)
+        marked = marks(traces)
     facts = traces.each(rank_facts, marked)
     hosts = {one.host for one in facts}
     one_host = len(hosts) == 1 and "" not in hosts
@@ -272,7 +275,7 @@ def summarize(traces: Traces) -> Summary:
         collectives=found,
         stragglers=stragglers(calls),
         findings=findings(facts, partitions, calls, first_step),
-        problems=list(_of_the_job(facts, found, num_unfit)),
+        problems=list(_of_the_job(facts, found, num_unfit, common)),
         steps=sorted(steps, key=lambda one: (one.number, one.breakdown.rank)),
         origin_ns=origin,
         hosts={one.rank: one.host for one in facts},
@@ -280,9 +283,11 @@ def summarize(traces: Traces) -> Summary:
 
 
 def _of_the_job(
-    facts: Sequence[RankFacts], found: Sequence[Collective], num_unfit: int
+    facts: Sequence[RankFacts], found: Sequence[Collective], num_unfit: int, common: str
 ) -> Iterator[FileProblem]:
     """Ranks without a trace, where no more are missing than there are; what does not look like one job."""
+    if common:
+        yield FileProblem("", f"ranks recorded different steps; {common}, which all have, are what is shown")
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
         yield FileProblem("", reason)
