@@ -285,10 +285,11 @@ def search(
     if kept.stopped or not found.ends_at:
         return found
     freed = {**stated, **dict.fromkeys(found.ends_at, (ANY,))}
-    return search(
+    beyond = search(
         model, cluster, batch=batch, seq=seq, stated=freed, to=to, top=top, memory_frac=memory_frac,
         robust=robust, with_changes=with_changes, unwanted=unwanted, on_plans=on_plans,
     )  # fmt: skip
+    return beyond if beyond.complete else replace(found, complete=False)
 
 
 def _with_software(cluster: Cluster, stated: Stated) -> Stated:

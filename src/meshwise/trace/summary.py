@@ -239,7 +239,7 @@ def summarize_kept(traces: Traces, problems: list[FileProblem]) -> Summary:
         summary = Summary(traces, **{name: getattr(kept, name) for name in _KEPT})
     else:
         summary = summarize(traces)
-        if file is not None:
+        if file is not None and summary.traces is traces:
             write_bytes(file, msgspec.msgpack.encode({name: getattr(summary, name) for name in _KEPT}))
     return replace(summary, problems=problems + summary.problems)
 
