@@ -112,9 +112,7 @@ def test_three_months_on_h100_end_where_the_paper_says(h100: Frontier) -> None:
 
 def test_every_plan_of_the_curve_is_a_plan(h100: Frontier) -> None:
     for limits in (h100.ideal, h100.with_failures):
-        for point in [*limits.curve, limits.limit, limits.wall]:
-            if point.plan is None:
-                continue
+        for point in (one for one in (*limits.curve, limits.limit, limits.wall) if one.plan):
             plan, model = point.plan, sizes(h100.run, point.training_flop)
             assert point.devices == plan["tp_in"] * plan["tp_out"] * plan["pp"] * plan["dp"]
             assert plan["dp"] * plan["microbatches"] * plan["microbatch_tokens"] >= model.batch_tokens
@@ -179,15 +177,12 @@ def test_choices_that_can_only_help(better: dict[str, str], worse: dict[str, str
 def test_goodput_is_what_a_simulation_of_interruptions_keeps() -> None:
     mean_s, write_s, restart_s, interval_s = 5000.0, 60.0, 300.0, 700.0
     random = np.random.default_rng(7)
-    clock = kept = 0.0
-    restarting = False
+    clock, kept, restarting = 0.0, 0.0, False
     for until in random.exponential(mean_s, 20000):
         left = until - restart_s * restarting
         restarting = True
         clock += until
-        if left <= 0:
-            continue
-        kept += interval_s * (left // (interval_s + write_s))
+        kept += interval_s * (max(left, 0.0) // (interval_s + write_s))
     assert float(goodput(interval_s, mean_s, write_s, restart_s)) == pytest.approx(kept / clock, rel=0.02)
 
 

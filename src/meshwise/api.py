@@ -232,13 +232,14 @@ def study(
     microbatch: Counts = (),
     to: str = "",
     memory_frac: float | None = None,
+    capped: bool = True,
     weak: bool = False,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
 
     Args:
-        model, cluster, plan, batch, seq, microbatch, to, memory_frac: As in `search`.
+        model, cluster, plan, batch, seq, microbatch, to, memory_frac, capped: As in `search`.
         vary: Machines to compare, as gpus=64|128,chip=h100-80g-sxm|b200-sxm: gpus, chip, domain, batch and
             factors of memory, memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
@@ -254,7 +255,8 @@ def study(
 
     values = parse_changes(vary) if isinstance(vary, str) else vary
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
-    return look(vary=values, to=to, memory_frac=_share(memory_frac), weak=weak, on_point=on_point, **job)
+    share = _share(memory_frac)
+    return look(vary=values, to=to, memory_frac=share, capped=capped, weak=weak, on_point=on_point, **job)
 
 
 def _search_job(

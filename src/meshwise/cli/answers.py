@@ -127,8 +127,7 @@ def search(
     refuse("priced job", WorkloadError, model=asked["model"], batch=asked["batch"], searches=True)
     found: Any
     if vary:
-        others = alone | {"source": source, "html": html}
-        _refuse(others, "{} is for one machine; leave it out with --vary", search)
+        _refuse(alone | {"source": source}, "{} is for one machine; leave it out with --vary", search)
         done = itertools.count(1)
         with on_nodes(ray), how_far() as say:
             found = api.study(

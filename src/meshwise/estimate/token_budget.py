@@ -65,6 +65,11 @@ class TokenBudget:
         usd_per_s = usd_per_gpu_hour(estimate.cluster, self.price) * estimate.cluster.num_chips / 3600
         return usd_per_s / estimate.tokens_per_s
 
+    def joules_per_token(self, estimate: Estimate) -> float | None:
+        """Energy of a token at the pace of an estimate; None where the watts are not known."""
+        watts = self.watts_per_gpu(estimate)
+        return watts and watts * estimate.cluster.num_chips / estimate.tokens_per_s
+
     def run(self, estimate: Estimate) -> dict[str, Any]:
         """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens.
 

@@ -174,7 +174,8 @@ def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def _flat(one: Mapping[str, Any]) -> dict[str, Any]:
     """A plan's numbers alone, those of its memory, time and run with failures by name."""
-    flat = {key: value for key, value in one.items() if not isinstance(value, dict)}
+    scalars = {key: value for key, value in one.items() if not isinstance(value, dict)}
+    flat = {key: " ".join(value) if isinstance(value, list) else value for key, value in scalars.items()}
     flat |= {f"with_failures_{name}": value for name, value in one.get("with_failures", {}).items()}
     flat |= {f"{name}_s": seconds for name, seconds in one.get("time_s", {}).items()}
     return flat if "time_s" not in one else flat | {"memory_bytes": one["memory_bytes"]["total"]}
@@ -294,36 +295,23 @@ def picture(result: Result) -> plot.Picture:
 def study_parts(study: Study, budget: TokenBudget | None = None) -> Iterator[Section]:
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
     budget = budget or TokenBudget()
-    fronts = {measure: set(study.front(measure, budget)) for measure in MEASURES}
-    found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    runs = {i: point.run(budget) for i, point, _ in found}
-    cells = {i: run_cells(run) for i, run in runs.items()}
-    keys = list(study.points[0].changes) if study.points else []
-    figures = []
-    for i, point, plan in found:
-        rate, watts = plan.tokens_per_s, budget.watts_per_gpu(plan)
-        joules = watts and watts * point.cluster.num_chips / rate
-        per_gpu = "" if (speedup := study.speedup(i)) is None else f"{speedup:.1%}"
-        named = " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure])
-        row = duration(plan.step_s), f"{plan.mfu:.1%}", with_prefix(rate, "", 3), per_gpu
-        figures.append((*point.changes.values(), *row, with_prefix(joules, "J", 3) or "unknown", named))
-    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
-    yield Table("", columns, figures, left=("front",))
-    run_columns = [*dict.fromkeys(itertools.chain.from_iterable(cells.values()))]
-    plans = [
-        (
-            *point.changes.values(),
-            *(cells[i].get(name, "unknown") if i in cells else None for name in run_columns),
-            best.workload.microbatch if (best := point.best) else None,
-            plan_text(best.plan) or DATA_PARALLEL if best else point.reason or "nothing fits",
-        )
+    fronts = {FRONTS[measure]: set(study.front(measure, budget)) for measure in MEASURES}
+    rows: list[dict[str, Any]] = [
+        {"of": point, "best": point.best, "run": point.run(budget), "per_gpu": study.speedup(i)}
+        | {"front": " ".join(name for name, on in fronts.items() if i in on)}
         for i, point in enumerate(study.points)
     ]
+    changes = {key: f"of.changes['{key}']" for point in study.points[:1] for key in point.changes}
+    found = [row for row in rows if row["best"]]
+    yield records_table("", found, changes | TABLES["machines"], joules=budget.joules_per_token)
+    taken = dict.fromkeys(name for row in found for name in run_cells(row["run"]))
+    runs = {name: f"cells(run).get('{name}', 'unknown' if best else '')" for name in taken}
+    columns = changes | runs | TABLES["plan of a machine"]
     included = "failures included" * (budget.tokens is not None)
-    yield Table(included, (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",))
-    with_them = f", {included}" * bool(included)
-    yield f"front: no other machine has both a shorter time per token and less of it{with_them}"
-    endless = [f"{study.points[i].name}: {run['reason']}" for i, run in runs.items() if "reason" in run]
+    yield records_table(included, rows, columns, cells=run_cells, data_parallel=DATA_PARALLEL)
+    what = "front: no other machine has both a shorter time per token and less of it"
+    yield ", ".join(filter(None, (what, included)))
+    endless = [f"{row['of'].name}: {row['run']['reason']}" for row in rows if "reason" in row["run"]]
     yield Text("Notes", study.notes + endless, "note: ")
 
 
@@ -331,8 +319,15 @@ FRONTS: dict[str, str] = WORDS["fronts"]
 """What the fronts are called in a table."""
 
 
+def study_page(study: Study, budget: TokenBudget | None = None) -> Page:
+    """Its tables, and its picture below them."""
+    (charts,) = study_picture(study, budget).rows
+    return Page("Machines", "", [*study_parts(study, budget), *charts])
+
+
 def study_picture(study: Study, budget: TokenBudget | None = None) -> plot.Picture:
     """Machines by their speed, and by the GPU-hours that a token takes; of a run, failures included."""
+    included = "Failures are included." * (budget is not None and budget.tokens is not None)
     found = [(point, values) for point in study.points if (values := point.measures(budget))]
     names = [point.name for point, _ in found]
     chips = [values["num_chips"] for _, values in found]
@@ -342,24 +337,23 @@ def study_picture(study: Study, budget: TokenBudget | None = None) -> plot.Pictu
         best = plot.Series(chips, tokens_per_s, "best plan", size=7)
         marks = [plot.Series(chips, ideal, "in proportion to the GPUs", plot.OTHER_COLOR, "dash"), best]
         axis = plot.ChartAxis("GPUs", log=True, numbers="count", ticks=chips)
-        speed = plot.Chart("Speed", marks, axis, plot.ChartAxis("tokens/s", log=True))
+        speed = plot.Chart("Speed", marks, axis, plot.ChartAxis("tokens/s", log=True), included)
     else:
         bars = plot.Bars(names, tokens_per_s, [plot.COLORS[0]] * len(names))
-        speed = plot.Chart("Speed", [bars], plot.ChartAxis("tokens/s", low=0.0))
+        speed = plot.Chart("Speed", [bars], plot.ChartAxis("tokens/s", low=0.0), finding=included)
     front = {id(study.points[i]) for i in study.front("gpu_s_per_token", budget)}
     hours = [1e6 / 3600 * values["gpu_s_per_token"] for _, values in found]
     colors = [plot.FRONT_COLOR if id(point) in front else plot.COLORS[0] for point, _ in found]
     dots: list[plot.Mark] = [
-        plot.Series([x], [y], color=color, line="", size=7)
-        for x, y, color in zip(tokens_per_s, hours, colors, strict=True)
+        plot.Series([x], [y], color=color, line="", size=7, texts=[name])
+        for x, y, name, color in zip(tokens_per_s, hours, names, colors, strict=True)
     ]
-    is_wide = max(hours, default=0.0) > 20.0 * min(hours, default=0.0)
-    y_axis = plot.ChartAxis("GPU-hours a million tokens", log=is_wide, low=None if is_wide else 0.0)
-    included = " Failures are included." * (budget is not None and budget.tokens is not None)
+    low = None if max(hours, default=0.0) > 10.0 * min(hours, default=0.0) else 0.0
     cost = plot.Chart(
         "GPU-hours", [*dots, plot.Names(tokens_per_s, hours, names, colors)],
-        plot.ChartAxis("tokens/s", log=True), y_axis,
-        f"Red: no other machine is both faster and takes fewer.{included}", height=360,
+        plot.ChartAxis("tokens/s", log=True),
+        plot.ChartAxis("GPU-hours a million tokens", log=low is None, low=low),
+        f"Red: no other machine is both faster and takes fewer. {included}", height=360,
     )  # fmt: skip
     return plot.Picture([[speed, cost]])
 
@@ -391,19 +385,13 @@ def card_parts(found: CardFit, *, everything: bool = False) -> Iterator[Section]
 
 def card_table(found: CardFit, runs: list[CardRun]) -> Table:
     """A row a run; models and their sizes stand once."""
-    rows, last = [], ""
-    for one in runs:
-        row, name = one.to_json(found.tokens, found.price), one.run.model.name
-        model = (name, parameters(row["num_params"], 3)) if name != last else ("", "")
-        rate = f"{row['tokens_per_s']:,.0f}" if one.fits else "does not fit"
-        hours, size = row.get("hours"), with_prefix(row["memory_bytes"], "B", 3)
-        taken = long_duration(hours and 3600 * hours)
-        rows.append((*model, TITLES[one.method], size, rate, taken, dollars(row.get("cost"))))
-        last = name
-    whole = "" if found.tokens is None else f"{with_prefix(found.tokens, '')} tokens"
-    columns = ("model", "size", "method", "memory", "tokens/s", whole, "cost")
-    num = 5 + (found.tokens is not None) + (found.price is not None)
-    return Table("", columns[:num], [row[:num] for row in rows], left=("model", "method"), no_wrap=True)
+    rows = [one.to_json(found.tokens, found.price) for one in runs]
+    for last, row in itertools.pairwise([{"model": ""}, *rows]):
+        row["repeats"] = row["model"] == last["model"]
+    whole = [] if found.tokens is None else [f"{with_prefix(found.tokens, '')} tokens"]
+    columns = TABLES["cards"] | dict.fromkeys(whole, "long_duration(hours and 3600 * hours)")
+    shown = {"parameters": parameters, "long_duration": long_duration, "dollars": dollars, "titles": TITLES}
+    return records_table("", rows, columns | {"cost": "dollars(row.get('cost'))"}, no_wrap=True, **shown)
 
 
 def intervals_text(runs: list[CardRun]) -> str:

@@ -38,7 +38,7 @@ from meshwise.search.basis import Basis, basis, complexity, simplest
 from meshwise.search.best_first import best_first
 from meshwise.search.best_plans import NEAR, NEAR_FRAC, BestPlans, Found, found_at, listed, num_listed
 from meshwise.search.difference import Reason, reasons
-from meshwise.search.space import Stated, Values, free_values, is_switched, not_tried, untried
+from meshwise.search.space import CAPS, Stated, Values, free_values, is_switched, untried
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -145,16 +145,6 @@ class Result(Shown):
             return None
         return self.ranked_s(*self.runnable) / self.ranked_s(self.best[0], self.bases[0]) - 1.0
 
-    @property
-    def ends_at(self) -> list[str]:
-        """Keys of which the best plan has the largest value that was tried, and larger ones were not."""
-        return [
-            key
-            for key, most in self.not_tried.items()
-            for of in self.best[:1]
-            if getattr(of.workload if key == "microbatch" else of.plan, key) == most > 1
-        ]
-
     def ranked_s(self, found: Estimate, of: Basis) -> float:
         """The step by which plans are ranked: under all adversities where `robust`."""
         return of.robust_s if self.robust else found.step_s
@@ -249,6 +239,11 @@ def search(
     to = _known_framework(to, model, cluster, seq)
     asked = _Space(model, cluster, workload, stated, memory_frac, top, to, robust, capped, unwanted)
     space, kept = asked.price_with_room(on_plans)
+    while not kept.stopped and (larger := space.at_caps(kept)):
+        asked = asked.freeing(larger)
+        wider = asked.price_with_room(on_plans)
+        kept.stopped = wider[1].stopped
+        space, kept = (space, kept) if kept.stopped else wider
     best = (ranked := kept.ranked)[:top]
     no_fit = kept.considered > 0 and not best
     looks_on = no_fit and with_changes and not kept.stopped
@@ -260,9 +255,9 @@ def search(
         if one.step_s < NEAR_FRAC * ranked[0].step_s and complexity(one.plan) < complexity(ranked[0].plan)
     ]
     candidates = [*chosen, *near, *filter(None, (runnable,))]
-    spared = asked.offloading(OFFLOADED[0])
+    spared = asked.freeing(OFFLOADED[0])
     offloaded = spared.faster_than(kept) if with_changes else None
-    found = Result(
+    return Result(
         plans_considered=kept.considered,
         plans_priced=kept.priced,
         plans_feasible=kept.feasible,
@@ -280,16 +275,8 @@ def search(
         simplest=_with_basis(simplest(candidates, runnable, space.step_s)) if chosen else None,
         offloaded=_with_basis(offloaded) if offloaded else None,
         robust=robust,
-        not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
+        not_tried=space.not_tried,
     )
-    if kept.stopped or not found.ends_at:
-        return found
-    freed = {**stated, **dict.fromkeys(found.ends_at, (ANY,))}
-    beyond = search(
-        model, cluster, batch=batch, seq=seq, stated=freed, to=to, top=top, memory_frac=memory_frac,
-        robust=robust, with_changes=with_changes, unwanted=unwanted, on_plans=on_plans,
-    )  # fmt: skip
-    return beyond if beyond.complete else replace(found, complete=False)
 
 
 def _with_software(cluster: Cluster, stated: Stated) -> Stated:
@@ -387,14 +374,27 @@ class _Space:
 
     def price_with_room(self, on_plans: Callable[[BestPlans], None]) -> tuple[_Space, BestPlans]:
         """The plans worth keeping and their space: with more and more offloaded while nothing fits."""
-        spaces = [self, *map(self.offloading, OFFLOADED)]
+        spaces = [self, *map(self.freeing, OFFLOADED)]
         for space in spaces:
             kept = space.price(on_plans, with_miss=space is spaces[-1])
             if kept.feasible or kept.stopped or not kept.considered:
                 break
         return space, kept
 
-    def offloading(self, freed: Stated) -> _Space:
+    @property
+    def not_tried(self) -> dict[str, int]:
+        """The largest value that is tried of each key that has larger ones."""
+        some, every = self.values(), replace(self, capped=False).values()
+        sizes = (key for key in (*CAPS, "cp", "microbatch") if key in some)
+        return {key: max(some[key]) for key in sizes if len(some[key]) < len(every[key])}
+
+    def at_caps(self, kept: BestPlans) -> Stated:
+        """All values of the keys of which the best plan has the largest tried, or there is no plan."""
+        best = [one.values for one in kept.ranked[:1]]
+        most = self.not_tried.items() if best or not kept.considered else ()
+        return {key: (ANY,) for key, value in most if not best or best[0][key] == value > 1}
+
+    def freeing(self, freed: Stated) -> _Space:
         """The same space where the keys of `freed` may be tried, if they are not stated."""
         return replace(self, stated={**freed, **self.stated})
 

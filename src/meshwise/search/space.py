@@ -124,16 +124,6 @@ def _of_framework(to: str, found: Values, stated: Stated) -> Values:
     return kept
 
 
-def not_tried(
-    model: Model, cluster: Cluster, workload: Workload, stated: Stated, to: str = ""
-) -> dict[str, int]:
-    """The largest value that was tried of each key that has larger ones."""
-    job = model, cluster, workload, stated, to
-    some, every = (free_values(*job, capped=capped) for capped in (True, False))
-    sizes = (key for key in (*CAPS, "cp", "microbatch") if key in some)
-    return {key: max(some[key]) for key in sizes if len(some[key]) < len(every[key])}
-
-
 def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bool = True) -> Values:
     """All values that a search may try of each key; `capped`: sizes up to the usual ones."""
     layers, seq, world = model.num_layers, workload.seq, cluster.num_chips

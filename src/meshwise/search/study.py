@@ -27,7 +27,7 @@ from meshwise.machine.hardware import Chip, Cluster, find_chip
 from meshwise.model.architecture import Model
 from meshwise.plan.fields import Field, catalog_fields, read_field
 from meshwise.plan.plan import plan_text
-from meshwise.search.search import MEMORY_FRAC, search
+from meshwise.search.search import MEMORY_FRAC, Result, search
 from meshwise.search.space import Stated
 
 MEASURES = ("num_chips", "gpu_s_per_token", "usd_per_token", "joules_per_token", "memory_bytes")
@@ -42,19 +42,17 @@ Changes = dict[str, str | int | float]
 
 @dataclass(frozen=True, slots=True)
 class StudyPoint:
-    """The best plan of one machine, which differs from the study's by `changes`.
-
-    None where nothing fits, or where there is no plan at all: then `reason` says why. `runs_in`: the
-    frameworks that run it; `slower_frac`: how much longer the fastest plan takes that one runs, if any.
-    """
+    """What a search `found` on one machine, which differs from the study's by `changes`."""
 
     changes: Changes
     cluster: Cluster
     batch: int
-    best: Estimate | None
-    reason: str = ""
-    runs_in: Sequence[str] = ()
-    slower_frac: float | None = None
+    found: Result
+
+    @property
+    def best(self) -> Estimate | None:
+        """The best plan; None where nothing fits, or where there is no plan at all."""
+        return next(iter(self.found.best), None)
 
     @property
     def name(self) -> str:
@@ -72,14 +70,14 @@ class StudyPoint:
         if self.best is None or "reason" in run:
             return {}
         goodput = run["with_failures"]["goodput_frac"] if "with_failures" in run else 1.0
-        watts, token_s = budget.watts_per_gpu(self.best), 1.0 / self.best.tokens_per_s / goodput
-        usd = budget.usd_per_token(self.best)
+        token_s = 1.0 / self.best.tokens_per_s / goodput
+        usd, joules = (of(self.best) for of in (budget.usd_per_token, budget.joules_per_token))
         measured = {
             "s_per_token": token_s,
-            "num_chips": float(num_chips),
+            "num_chips": num_chips,
             "gpu_s_per_token": token_s * num_chips,
             "usd_per_token": usd and usd / goodput,
-            "joules_per_token": watts and token_s * num_chips * watts,
+            "joules_per_token": joules and joules / goodput,
             "memory_bytes": self.best.memory_bytes["total"],
         }
         return {name: value for name, value in measured.items() if value is not None}
@@ -95,9 +93,9 @@ class StudyPoint:
         """The machine, its best plan, and the run of `budget` with it."""
         machine = {**self.changes, "num_chips": self.cluster.num_chips, "batch": self.batch}
         if self.best is None:
-            return machine | {"plan_text": None, "reason": self.reason or None}
+            return machine | {"plan_text": None, "reason": self.found.reason or None}
         plan = {"plan_text": plan_text(self.best.plan), "microbatch": self.best.workload.microbatch}
-        plan |= {"runs_in": [*self.runs_in], "slower_frac": self.slower_frac}
+        plan |= {"runs_in": [*self.found.bases[0].runs_in], "slower_frac": self.found.slower_frac}
         figures = {name: getattr(self.best, name) for name in ("step_s", "mfu", "tokens_per_s")}
         return machine | plan | figures | self.measures(budget) | self.run(budget)
 
@@ -125,8 +123,10 @@ class Study(Shown):
 
     @property
     def notes(self) -> list[str]:
-        """Which plans no framework runs, and on which links each chip is priced where chips are varied."""
+        """Plans that no framework runs, keys with larger values, and the links of chips that are varied."""
         unrun = [note for of in self.points for note in told("plan of a machine", of=of)]
+        larger = ", ".join(dict.fromkeys(key for of in self.points for key in of.found.not_tried))
+        unrun += told("sizes of a study", larger=larger)
         varied = (of.cluster for of in self.points if "chip" in of.changes)
         on = dict.fromkeys(f"{of.chip.name} on {', '.join(one.name for one in of.levels)}" for of in varied)
         return unrun + [f"links: {'; '.join(on)}"] * bool(on)
@@ -154,6 +154,7 @@ def study(
     stated: Stated | None = None,
     to: str = "",
     memory_frac: float = MEMORY_FRAC,
+    capped: bool = True,
     weak: bool = False,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
@@ -172,27 +173,27 @@ def study(
         names = {"batch": batch, "cluster": cluster, "machine": machine}
         refuse("weak scaling", WorkloadError, is_whole=grown > 0 and not rest, **names)
         machines.append((changes, machine, grown))
-    best = partial(_best, model=model, seq=seq, stated=stated, to=to, memory_frac=memory_frac)
+    asked = {"seq": seq, "stated": stated, "to": to, "memory_frac": memory_frac, "capped": capped}
     points: dict[int, StudyPoint] = {}
     with suppress(KeyboardInterrupt):
-        for place, found in each(best, [(machine, grown) for _, machine, grown in machines], jobs=1):
+        for place, found in each(
+            partial(_search, model, asked), [(machine, grown) for _, machine, grown in machines], jobs=1
+        ):
             if isinstance(found, Lost):
                 raise WorkloadError(f"the search of a machine was lost: {found.reason}")
-            points[place] = StudyPoint(*machines[place], *found)
+            points[place] = StudyPoint(*machines[place], found)
             on_point(points[place])
     in_order = tuple(points[place] for place in sorted(points))
     return Study(in_order, complete=len(points) == len(machines))
 
 
-def _best(of: tuple[Cluster, int], *, model: Model, **asked: Any) -> tuple[Any, ...]:
-    """The best plan on one machine for a batch, why there is none at all, and what frameworks run."""
+def _search(model: Model, asked: Mapping[str, Any], of: tuple[Cluster, int]) -> Result:
+    """The search of one machine for a batch; KeyboardInterrupt where it was stopped."""
     machine, batch = of
     found = search(model, machine, batch=batch, top=1, with_changes=False, **asked)
     if not found.complete:
         raise KeyboardInterrupt
-    if not found.best:
-        return None, found.reason
-    return found.best[0], "", found.bases[0].runs_in, found.slower_frac
+    return found
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -205,7 +206,8 @@ def parse_changes(text: str) -> dict[str, tuple[str | int | float, ...]]:
         if key not in KEYS or not values:
             known = ", ".join(KEYS)
             raise ClusterError(f"cannot vary {key!r}; write KEY=VALUE|VALUE with a key among {known}")
-        found[key] = tuple(read_field(key, value, KEYS, ClusterError) for value in values.split("|"))
+        read = (read_field(key, value, KEYS, ClusterError) for value in values.split("|"))
+        found[key] = tuple(dict.fromkeys(read))
     return found
 
 
