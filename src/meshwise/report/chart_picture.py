@@ -119,7 +119,8 @@ def _set_axis(axes: Axes, name: str, axis: plot.ChartAxis) -> None:
     one.label.set_fontsize(8.5)
     if axis.log:
         axes.set(**{f"{name}scale": "log"})
-    axes.set(**{f"{name}lim": (axis.low, axis.high)})
+    top = 1.05 * one.get_view_interval()[1] if axis.low == 0 and axis.high is None else axis.high
+    axes.set(**{f"{name}lim": (axis.low, top)})
     if axis.log:
         low, high = one.get_view_interval()
         subs = (1.0, 2.0, 5.0) if high < 3e3 * low else (1.0,)
