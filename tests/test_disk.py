@@ -62,7 +62,8 @@ def test_every_output_is_tried() -> None:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """A disk on which no file grows beyond 900 bytes: the first file of `launch` is smaller."""
+    """No file grows beyond 900 bytes, where the first of `launch` ends; nor bytecode, which would be cut."""
+    os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
     try:
