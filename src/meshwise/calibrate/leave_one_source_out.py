@@ -69,11 +69,9 @@ class MissesByOthers:
             for name, those in known.items()
         }
         steps, memory = known.values()
-        judged = self._that_measured("step_s", unseen)
+        judged, among = self._that_measured("step_s", unseen), Spreads(seen, {}, {})
         near = [
-            each
-            for each in judged
-            if all(what in seen["step_s"][aspect] for aspect, what in aspects_of(each).items())
+            each for each in judged if not intervals.unmeasured("step_s", each.cluster, each.plans[0], among)
         ]
         of_steps = self._spreads("step_s", steps + near, steps + judged)
         return Spreads(seen, of_steps, self._spreads("memory_bytes", memory, memory))
